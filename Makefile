@@ -21,21 +21,21 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env feast-env lock clean
+.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env feast-env audit-env audit licences lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(READY)  ## the environment in .venv, from the lock file
 
-$(READY): $(LOCK) pyproject.toml setup.py $(wildcard precompute/topk/native/* cache/native/*)
+$(READY): $(LOCK) pyproject.toml setup.py $(wildcard $(addsuffix /*.[ch],precompute/topk/native cache/native))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed; name one with PYTHON=..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { echo "this Python cannot make environments (on Debian: apt-get install python3-venv)"; exit 1; }
 	@test -x $(UV) || $(BIN)/python -m pip install -q --disable-pip-version-check $(UV_PIN)
-	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(UV) pip sync -q $(LOCK)
-	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(UV) pip install -q --no-deps --no-build-isolation --editable .
+	@VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip sync -q $(LOCK)
+	@VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install -q --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: env  ## a whole night, a swap under traffic and a rollback; DATA=folder for your own data
@@ -83,11 +83,22 @@ feast-env: env  ## Feast in .venv-feast, for the bench `peers`
 	@test -x .venv-feast/bin/python || $(UV) venv -q --python $(BIN)/python .venv-feast
 	@VIRTUAL_ENV=$(CURDIR)/.venv-feast $(UV) pip sync -q --compile-bytecode tests/bench/tools/feast.txt
 
+audit-env: env  ## pip-audit in .venv-audit, from a lock of its own
+	@test -x .venv-audit/bin/python || $(UV) venv -q --python $(BIN)/python .venv-audit
+	@VIRTUAL_ENV=$(CURDIR)/.venv-audit $(UV) pip sync -q --require-hashes infra/locks/audit.txt
+
+audit: audit-env  ## advisories on what the locks pin; fails as well where no source of them can be asked
+	@$(BIN)/python -m infra.dependencies.audit
+
+licences: env  ## the licence of what the locks pin; fails for one that is not allowed
+	@$(BIN)/python -m infra.dependencies.licences
+
 lock: env  ## resolve pyproject.toml again; names, versions and hashes only
 	@$(LOCKING) --upgrade $(addprefix --extra ,airflow client dev local otel precompute top) -o infra/locks/all.txt
 	@$(LOCKING) --constraint infra/locks/all.txt -o infra/locks/serving.txt
 	@$(LOCKING) --constraint infra/locks/all.txt --extra precompute --extra airflow -o infra/locks/airflow.txt
+	@echo pip-audit | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/audit.txt
 
 clean:  ## removes the environment, caches and what the demo wrote
-	@rm -rf $(VENV) .venv-feast $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-feast .venv-audit $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -166,10 +166,15 @@ def _is_number(value: object, largest: float) -> bool:
 
 
 def manifest_digest(raw: bytes) -> str:
-    """SHA-256 of what a manifest says of its generation: all but verdicts and timings, which verifying writes anew."""
-    kept = {
-        name: value for name, value in orjson.loads(raw).items() if name not in ("gates", "timings")
-    }
+    """SHA-256 of what a manifest says of its generation: all but verdicts and timings, which verifying writes anew.
+
+    Raises CorruptArtefact for what is no JSON object.
+    """
+    try:
+        said = orjson.loads(raw).items()
+    except (orjson.JSONDecodeError, AttributeError) as error:
+        raise CorruptArtefact(f"not a manifest: {error}") from error
+    kept = {name: value for name, value in said if name not in ("gates", "timings")}
     return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 

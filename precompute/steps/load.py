@@ -59,7 +59,8 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         if state in (None, State.BEGUN):
             note_loaded(releases, made.generation)
     seconds = time.perf_counter() - started
-    if loaded and made.read_report("load") is None:
+    # Also where nothing was left to move: whoever moved it may have been killed before it could say so.
+    if made.read_report("load") is None:
         made.report("load", {"seconds": seconds})
     return {
         "generation": made.generation,

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from cache.config.serving import ServingConfig
 from tests.unit.test_rooms import ROOMS, ROOT
 
 README_LINES_MAX = 200
 DECISION_LINES_MAX = 25
 DECISIONS = ROOT / "docs/decisions"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "infra").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "infra").glob("*.md")]
 
 
 def anchors(page: Path) -> set[str]:
@@ -61,6 +62,19 @@ def test_every_module_that_is_named_exists() -> None:
             r"`((?:cache|serving|precompute|dags|tests)/[\w/]+\.py)`", page.read_text()
         ):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_every_bound_that_security_names_is_a_setting_with_that_default() -> None:
+    table = (
+        (ROOT / "SECURITY.md").read_text().partition("| input | bound |")[2].partition("\n\n")[0]
+    )
+    limits = [(name, *rest) for name, *rest in re.findall(r"`(\w+)` \(([\d,]+)( [KM]iB)?\)", table)]
+    scale = {"": 1, " KiB": 1 << 10, " MiB": 1 << 20}
+
+    assert set(re.findall(r"`(\w+)`", table)) == {name for name, *_ in limits}
+    assert len(limits) > 20
+    for name, number, unit in limits:
+        assert getattr(ServingConfig(), name) == int(number.replace(",", "")) * scale[unit], name
 
 
 def test_the_architecture_tells_of_every_room_what_its_page_says() -> None:

@@ -344,6 +344,21 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
     night.finishes()
 
 
+def died(*_arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_load_that_died_once_all_pages_were_there_is_reported_by_its_retry(night, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(Build, "report", died)
+        with pytest.raises(KeyboardInterrupt):
+            night.load()
+
+    assert night.load()["loaded_bytes"] == 0
+    assert Build.of(night.config, night.build).read_report("load") is not None
+    night.finishes()
+
+
 def test_a_value_left_under_a_pages_name_does_not_lengthen_it(night):
     manifest = seal(Build.of(night.config, night.build))
     part = parts_of(manifest)[0]

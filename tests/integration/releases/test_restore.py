@@ -245,6 +245,22 @@ def test_a_manifest_that_is_not_the_released_one_is_neither_restored_nor_rolled_
         restore(world.releases, attempt="restore", chunk_bytes=1000)
 
 
+@pytest.mark.parametrize("left", [b"", b'{"format": 1,', b"[]"])
+def test_of_a_manifest_cut_short_the_error_says_so_and_only_what_needs_it_stops(world, left):
+    world.publish(A, B)
+    path = generation_path(A, "manifest.json")
+    released = world.store.read(path)
+    world.store.write(path, left)
+    with pytest.raises(CorruptArtefact, match="not a manifest"):
+        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    assert restore(world.releases, attempt="restore", chunk_bytes=1000)[1] == [B]
+    world.store.write(path, released)
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    world.store.write(path, left)
+    with pytest.raises(CorruptArtefact, match="not a manifest"):
+        restore(world.releases, attempt="restore", chunk_bytes=1000)
+
+
 def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_had_marked(world):
     world.publish(A, B, C)
     epoch = world.live().epoch

@@ -1,0 +1,45 @@
+"""Lock files as the distributions that they name."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.markers import Marker
+from packaging.utils import canonicalize_name
+
+LOCKS = Path(__file__).parents[1] / "locks"
+NAMES = ("all", "serving", "airflow", "audit")
+"""The locks; `audit` is of the tool that audits, in an environment of its own."""
+LINE = re.compile(
+    r"^(?P<name>[\w.-]+)(?:\[[\w,-]+\])?==(?P<version>[^ ;\\]+)(?: ; (?P<marker>[^\\]+))?"
+)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Distribution that a lock names, for the machines that its marker names."""
+
+    name: str
+    version: str
+    marker: str = ""
+
+    def is_for_this_machine(self) -> bool:
+        """True if this Python, on this system, installs it."""
+        return not self.marker or Marker(self.marker).evaluate()
+
+
+def pins(text: str) -> tuple[Pin, ...]:
+    """All of a lock; raises `ValueError` where a line is neither one nor a hash of one."""
+    found = []
+    for line in text.splitlines():
+        if match := LINE.match(line):
+            name = canonicalize_name(match["name"])
+            found.append(Pin(name, match["version"], (match["marker"] or "").strip()))
+        elif line.strip() and not line.lstrip().startswith(("--hash=", "#")):
+            raise ValueError(f"no pinned distribution: {line!r}")
+    return tuple(found)
+
+
+def lock(name: str) -> tuple[Pin, ...]:
+    """All that the lock of that name pins."""
+    return pins((LOCKS / f"{name}.txt").read_text())

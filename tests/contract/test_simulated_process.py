@@ -1,0 +1,165 @@
+"""What stands for event loop, thread pool, connections and store in simulations does as they do."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.store.artefacts import ArtefactStore
+from tests.memory import MemoryStore
+from tests.simulation.threads import Pool, Threads
+from tests.simulation.virtual_loop import VirtualLoop, context_of
+from tests.simulation.wires import Wires
+
+STEP_S = 0.004
+"""Real seconds between two moments of the random programs: more than a busy machine is late."""
+
+
+def virtual(seed: int = 0) -> VirtualLoop:
+    wires = Wires(random.Random(seed))
+    loop = VirtualLoop(wires, 1_000.0)
+    wires.loop = loop
+    return loop
+
+
+def in_both(program: Callable[[], Any]) -> None:
+    """Runs a coroutine function on a real loop and on a virtual one: the same comes of it."""
+    loop, there = virtual(), asyncio.new_event_loop()
+    try:
+        assert loop.run_until_complete(program()) == there.run_until_complete(program())
+    finally:
+        loop.close()
+        there.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_callbacks_timers_tasks_and_time_outs_come_in_the_same_order(seed: int) -> None:
+    async def program() -> list[str]:
+        rng, happened = random.Random(seed), list[str]()
+        loop, gate = asyncio.get_running_loop(), asyncio.Event()
+        moments = rng.sample(range(1, 16), 10)  # no two at once: those come in any order
+
+        async def task(name: str, moment: int, limit: int) -> None:
+            try:
+                async with asyncio.timeout(STEP_S * limit):
+                    await asyncio.sleep(STEP_S * moment)
+                    happened.append(f"{name} slept")
+                    await gate.wait()
+                    happened.append(f"{name} went")
+            except TimeoutError:
+                happened.append(f"{name} late")
+
+        limits = (moments[0], moments[7], moments[8])
+        tasks = [
+            asyncio.create_task(task(str(each), each, limit))
+            for each, limit in zip(moments[1:4], limits, strict=True)
+        ]
+        loop.call_later(STEP_S * moments[4], gate.set)
+        loop.call_later(STEP_S * moments[5], tasks[0].cancel)
+        cancelled = loop.call_later(STEP_S * moments[6], happened.append, "never")
+        loop.call_later(STEP_S * (moments[6] - 0.5), cancelled.cancel)
+        for each in range(3):
+            loop.call_soon(happened.append, f"soon {each}")
+        await asyncio.wait(tasks)
+        await asyncio.sleep(STEP_S * 17)
+        return happened
+
+    in_both(program)
+
+
+async def pooled(pool: Executor) -> list[Any]:
+    loop, said = asyncio.get_running_loop(), list[Any]()
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    said.append(await loop.run_in_executor(pool, sum, [1, 2]))
+    with pytest.raises(ValueError, match="no"):
+        await loop.run_in_executor(pool, fails)
+    many = [loop.run_in_executor(pool, pow, 2, each) for each in range(6)]
+    said += await asyncio.gather(*many)
+    pool.shutdown(wait=False, cancel_futures=True)
+    with pytest.raises(RuntimeError):
+        pool.submit(sum, [1])
+    return said
+
+
+def test_a_pool_gives_back_what_work_returns_or_raises() -> None:
+    loop = virtual()
+    threads = Threads(loop, random.Random(1))
+    there = asyncio.new_event_loop()
+    try:
+        here = loop.run_until_complete(pooled(Pool(threads, 2)))
+        assert here == there.run_until_complete(pooled(ThreadPoolExecutor(2)))
+    finally:
+        threads.stop()
+        loop.close()
+        there.close()
+
+
+def test_bytes_arrive_in_order_and_end_with_the_connection() -> None:
+    sent = [bytes([each]) * (each + 1) for each in range(50)]
+
+    class Echo(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            self.transport.write(data)
+
+    async def talk(port: int) -> bytes:
+        loop, whole, ended = asyncio.get_running_loop(), bytearray(), asyncio.Event()
+
+        class Caller(asyncio.Protocol):
+            def data_received(self, data: bytes) -> None:
+                whole.extend(data)
+                if len(whole) == sum(map(len, sent)):
+                    transport.close()
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                ended.set()
+
+        transport, _ = await loop.create_connection(Caller, "127.0.0.1", port)
+        for each in sent:
+            transport.write(each)
+        await ended.wait()
+        return bytes(whole)
+
+    async def there() -> bytes:
+        server = await asyncio.get_running_loop().create_server(Echo, "127.0.0.1", 0)
+        found = await talk(server.sockets[0].getsockname()[1])
+        server.close()
+        return found
+
+    wires = Wires(random.Random(3))
+    loop = VirtualLoop(wires, 1_000.0)
+    wires.loop, wires.torn = loop, 0.5
+    wires.listening[7] = Echo, context_of(None)
+    try:
+        assert loop.run_until_complete(talk(7)) == asyncio.run(there()) == b"".join(sent)
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_store_in_memory_is_one_of_files(tmp_path: Path, seed: int) -> None:
+    rng, stores = random.Random(seed), (MemoryStore(), ArtefactStore(str(tmp_path)))
+    paths = ["a/1.json", "a/2.json", "b/c/1.json", "b/2.json"]
+    for _ in range(120):
+        path, data = rng.choice(paths), rng.randbytes(3)
+        folder = rng.choice(["a", "b", "b/c", "none"])
+        what = rng.choice(["read", "write", "write_once", "names", "read_many", "delete"])
+        arguments: dict[str, tuple[Any, ...]] = {
+            "read": (path,), "write": (path, data), "write_once": (path, data), "names": (folder,),
+            "read_many": (paths,), "delete": (rng.choice([path, folder]),),
+        }  # fmt: skip
+        said = []
+        for store in stores:
+            found = getattr(store, what)(*arguments[what])
+            # An emptied folder of files is still there; who lists it finds nothing in either.
+            said.append([each for each in found if "." in each] if what == "names" else found)
+        assert said[0] == said[1], (what, arguments[what])

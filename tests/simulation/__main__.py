@@ -1,0 +1,34 @@
+"""`python -m tests.simulation SEED`: one simulation, step by step; a broken rule is made small."""
+
+import argparse
+import sys
+import time
+
+from tests.simulation.rules import Broken
+from tests.simulation.scenarios import scenario
+from tests.simulation.shrinking import shrunk, told
+from tests.simulation.simulation import START, Simulation, installed
+
+
+def main() -> int:
+    """Runs it; 1 if a rule broke."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("seed", type=int, help="the seed, which repeats all that happens")
+    seed = parser.parse_args().seed
+    with installed():
+        simulation, began = Simulation(seed, scenario(seed)), time.perf_counter()
+        try:
+            digest = simulation.run()
+        except Broken as error:
+            print("\n".join(simulation.lines))
+            print(f"\nseed {seed}: {error}\n\nmaking it small ...", file=sys.stderr)
+            print(told(*shrunk(seed, simulation.steps)))
+            return 1
+    virtual_s, seconds = simulation.loop.time() - START, time.perf_counter() - began
+    print("\n".join(simulation.lines))
+    print(f"\nseed {seed}: history {digest}, {virtual_s:.0f} s in {seconds:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

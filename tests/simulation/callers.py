@@ -1,0 +1,190 @@
+"""Calls over HTTP, and what their answers must be: judged from the answer alone and from what has happened."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from tests.simulation import nights
+from tests.simulation.nights import COUNT, ITEMS, LIVE, TABLE, WIDTH, generation_of, number_of
+
+JSON = b"content-type: application/json\r\n"
+STORED = ("l1", "l2")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What one entity is asked for with."""
+
+    id: str
+    history: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request; `replica` is who is asked."""
+
+    replica: int
+    questions: tuple[Question, ...]
+    deadline_ms: int = 600
+    k: int | None = None
+    exclude: tuple[str, ...] = ()
+    fresh: bool = False
+    generation: str | None = None
+    is_post: bool = False
+    leaves_after_s: float | None = None
+
+    def request(self) -> bytes:
+        """Its bytes."""
+        deadline = b"x-deadline-ms: %d\r\n" % self.deadline_ms
+        if not self.is_post:
+            query = "" if self.k is None else f"?k={self.k}"
+            path = f"/v1/lookup/{TABLE}/{self.questions[0].id}{query}".encode()
+            return b"GET %b HTTP/1.1\r\nhost: larder\r\n%b\r\n" % (path, deadline)
+        entities = [
+            {"id": each.id, **({"history": each.history} if each.history else {})}
+            for each in self.questions
+        ]
+        plain = all(not each.history for each in self.questions)
+        body: dict[str, Any] = {
+            "entities": [each.id for each in self.questions] if plain else entities
+        }
+        if self.k is not None:
+            body["k"] = self.k
+        if self.exclude:
+            body["exclude"] = self.exclude
+        if self.fresh:
+            body["fresh"] = True
+        if self.generation is not None:
+            body["generation"] = self.generation
+        raw = orjson.dumps(body)
+        return (
+            b"POST /v1/lookup/%b HTTP/1.1\r\nhost: larder\r\n%bcontent-length: %d\r\n%b\r\n%b"
+            % (TABLE.encode(), JSON, len(raw), deadline, raw)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back; status 0: the connection broke before."""
+
+    status: int
+    body: Any
+
+
+class Client(asyncio.Protocol):
+    """A connection for one call at a time."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self.answers = 0
+        self._held = b""
+        self._waiting: asyncio.Future[Reply] | None = None
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """May be used."""
+        self._transport = transport  # type: ignore[assignment]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever waits waits no more."""
+        self.is_lost = True
+        self._tell(Reply(0, None))
+
+    def data_received(self, data: bytes) -> None:
+        """Takes in a response until it is whole."""
+        self._held += data
+        head, end, body = self._held.partition(b"\r\n\r\n")
+        if not end:
+            return
+        lines = head.split(b"\r\n")
+        length = next(
+            int(each[15:]) for each in lines if each.lower().startswith(b"content-length")
+        )
+        if len(body) >= length:
+            assert len(body) == length, "more was answered than asked"
+            self._held = b""
+            self.answers += 1
+            self._tell(Reply(int(lines[0].split()[1]), orjson.loads(body)))
+
+    async def ask(self, request: bytes) -> Reply:
+        """Sends it, and waits for the response."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        if self.is_lost:
+            return Reply(0, None)
+        self._transport.write(request)
+        return await self._waiting
+
+    def leave(self) -> None:
+        """Goes away."""
+        self._transport.abort()
+
+    def _tell(self, reply: Reply) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(reply)
+
+
+class Wrong(AssertionError):
+    """An answer that no sequence of events allows."""
+
+
+def judge(
+    call: Call,
+    question: Question,
+    answer: Any,
+    blocked: frozenset[str],
+    sent: Collection[tuple[str, ...]],
+) -> None:
+    """Raises Wrong unless the answer is one that its generation and source can give.
+
+    `blocked`: items that the replica knew to be blocked when it was asked; `sent`: histories that anybody sent with
+    this id.
+    """
+
+    def demand(is_so: bool, why: str) -> None:
+        if not is_so:
+            raise Wrong(f"{why}: {question} of {call} got {answer}")
+
+    generation, source = answer["generation"], answer["source"]
+    number, k = number_of(generation), call.k or WIDTH
+    items, scores = answer["items"], answer["scores"]
+    demand(answer["id"] == question.id and answer["table"] == TABLE, "another's answer")
+    demand(len(items) == len(scores) <= k, "items and scores")
+    demand(not set(items) & {*question.history, *call.exclude}, "an item that was not wanted")
+    demand(not set(items) & blocked, "a blocked item")
+    offset = 100.0 * number
+    if source == "default":
+        demand(answer["producer"] == "defaults", "a default of another producer")
+        ranks = nights.default_list()
+        top = [round(offset + 10 + 1 - ranks.index(each) / (COUNT - 1), 2) for each in items]
+        demand([round(each, 2) for each in scores] == top, "scores of another night's defaults")
+        return
+    if answer["producer"] == "live":
+        demand(source != "previous", "another night's live answer")
+        # Who sends no input gets what was computed from another's, if the id is the same and the night did not know it.
+        inputs = [question.history] if question.history else sorted(sent)
+        demand(bool(question.history) or not nights.knows(number, question.id), "not the night's")
+        demand(any(_follows(each, items) for each in inputs), f"computed from none of {inputs}")
+        demand(all(0 < each - offset - LIVE <= WIDTH for each in scores), "scores of another model")
+    else:
+        demand(answer["producer"] == "batch", "of nobody")
+        demand(
+            nights.knows(number, question.id), "a record of somebody whom the night did not know"
+        )
+        ranked = nights.night_list(number, question.id)
+        demand(all(each in ranked for each in items), "items of another night")
+        expected = [offset + WIDTH - ranked.index(each) for each in items]
+        demand(scores == expected, "scores of another night")
+    demand(generation == generation_of(number), "no generation")
+
+
+def _follows(history: Sequence[str], items: Sequence[str]) -> bool:
+    """True if the model can have computed the list from that history."""
+    known = [each for each in history if each in ITEMS]
+    if not known or set(items) & set(history):
+        return False
+    steps = [(ITEMS.index(each) - ITEMS.index(known[-1])) % COUNT for each in items]
+    # What was blocked or excluded is missing, and more follows.
+    return steps == sorted(steps) and all(each <= 4 * WIDTH for each in steps)

@@ -1,0 +1,375 @@
+"""Mistakes planted into the serving side, each of which a simulation must find: races, leaks, and rules forgotten."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from cache.l2.circuit_breaker import Breaker
+from cache.l2.connection import PipelineConnection
+from cache.store.blocklist import Blocklist
+from cache.tiers import batch_reader, checks, tiered
+from cache.tiers.l1 import LocalKey, LocalTier
+from cache.tiers.singleflight import SingleFlight
+from cache.tiers.write_behind import WriteBehind
+from serving.admission.controller import Admission
+from serving.generations import pointer_follower, pointer_rules
+from serving.generations.degraded_reopen import Mending
+from serving.generations.health import Concerns
+from serving.generations.holder import Shelf
+from serving.generations.pointer_follower import Follower
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.lookup.inference import Inferences
+from serving.lookup.leases import Lead
+from serving.lookup.micro_batcher import MicroBatcher
+from serving.metrics.registry import Metrics
+from serving.replica import background
+from serving.replica.background import Refresher
+from serving.usage.hot_keys import Recent, Sketch
+from tests.simulation.scenarios import Bias
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _l1_forgets_the_generation(patch: pytest.MonkeyPatch) -> None:
+    def key(_generation: str, table: str, key: int | bytes) -> LocalKey:
+        return LocalKey("", table, key)
+
+    patch.setattr(tiered, "LocalKey", key)
+
+
+def _an_older_epoch_is_followed(patch: pytest.MonkeyPatch) -> None:
+    real = pointer_rules.judge
+
+    def judge(pointer: Any, seen: Any) -> Any:
+        found = real(pointer, seen)
+        return "newer" if found == "backwards" else found
+
+    patch.setattr(pointer_follower, "judge", judge)
+
+
+def _ready_answers_outlive_their_snapshot(patch: pytest.MonkeyPatch) -> None:
+    real = Snapshot.__post_init__ if hasattr(Snapshot, "__post_init__") else None
+    assert real is None
+    with_blocklist, released_as = Snapshot.with_blocklist, Snapshot.released_as
+
+    def keeping(make: Callable[..., Snapshot]) -> Callable[..., Snapshot]:
+        def made(self: Snapshot, *arguments: Any) -> Snapshot:
+            found = make(self, *arguments)
+            object.__setattr__(found, "stamp", self.stamp)
+            return found
+
+        return made
+
+    patch.setattr(Snapshot, "with_blocklist", keeping(with_blocklist))
+    patch.setattr(Snapshot, "released_as", keeping(released_as))
+
+
+def _inputs_of_an_overlay_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    real = checks.judge
+
+    def judge(entry: Any, want: Any, tier: Any) -> Any:
+        return real(entry, want._replace(digest=None), tier)
+
+    for owner in (checks, tiered):
+        patch.setattr(owner, "judge", judge)
+
+
+def _flights_forget_the_input(patch: pytest.MonkeyPatch) -> None:
+    real = SingleFlight.board
+
+    def board(self: Any, key: Any, work: Any) -> Any:
+        is_inference = type(key) is tuple and len(key) == 4
+        return real(self, (*key[:3], b"") if is_inference else key, work)
+
+    patch.setattr(SingleFlight, "board", board)
+
+
+def _who_leaves_takes_the_flight_along(patch: pytest.MonkeyPatch) -> None:
+    real = SingleFlight._leave
+
+    def leave(self: Any, flight: Any, waiter: Any) -> None:
+        if not waiter.done() or waiter.cancelled():
+            flight.work.cancel()
+        real(self, flight, waiter)
+
+    patch.setattr(SingleFlight, "_leave", leave)
+
+
+def _a_failed_batch_keeps_its_worker(patch: pytest.MonkeyPatch) -> None:
+    real = MicroBatcher._finish
+
+    def finish(self: Any, batch: Any, started: float, outcomes: Any, *rest: Any) -> None:
+        real(self, batch, started, outcomes, *rest)
+        if outcomes and all(isinstance(each, Exception) for each in outcomes):
+            self._idle -= 1
+
+    patch.setattr(MicroBatcher, "_finish", finish)
+
+
+def _an_older_blocklist_is_taken(patch: pytest.MonkeyPatch) -> None:
+    def newest(store: Any, current: int) -> tuple[Blocklist | None, None]:
+        names = store.names("blocklist")
+        if not names or len(names) == current:
+            return (Blocklist() if current < 0 else None), None
+        raw = store.read(f"blocklist/{names[len(names) // 2]}")
+        return Blocklist.from_bytes(raw), None
+
+    patch.setattr(background, "newest_blocklist", newest)
+
+
+def _a_blocklist_misses_what_is_loading(patch: pytest.MonkeyPatch) -> None:
+    def put(self: Shelf, holding: Holding) -> None:
+        canary = self.canary
+        if canary is not None and holding.next and holding.next.generation == canary.generation:
+            real(self, holding)
+            return
+        self.holding = dataclasses.replace(holding, canary=None)
+        self._metrics.hold(self.holding.roles, is_degraded=False)
+
+    real = Shelf.put
+    patch.setattr(Shelf, "put", put)
+
+
+def _everybody_leads(patch: pytest.MonkeyPatch) -> None:
+    async def take(self: Lead, mark: Any) -> None:
+        return None
+
+    patch.setattr(Lead, "_take", take)
+
+
+def _a_lease_is_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
+    real = Lead._follow
+
+    async def follow(
+        self: Any, mark: Any, stands: Any, view: Any, want: Any, give_up: float
+    ) -> Any:
+        return await real(self, mark, stands, view, want, give_up + 3_600.0)
+
+    async def keep(self: Any, mark: Any, since: float, compute: Any) -> Any:
+        self._begin(mark, since)
+        return await compute(mark)  # never given back, renewed for ever
+
+    patch.setattr(Lead, "_follow", follow)
+    patch.setattr(Lead, "_lead", keep)
+
+
+def _a_slow_load_holds_up_the_next_look(patch: pytest.MonkeyPatch) -> None:
+    async def mended(self: Follower) -> None:
+        async with self._looking:
+            await self._look()
+            self._stage()
+            self._mending.mend(self.pursuit.followed)
+            await self._mending.settled()
+            await self.staged.settled()
+            if self._fetching is not None:
+                await asyncio.wait({self._fetching})
+
+    patch.setattr(Follower, "look", mended)
+
+
+def _recent_names_are_read_by_a_thread(patch: pytest.MonkeyPatch) -> None:
+    async def report(self: Sketch) -> None:
+        if self.live() is not None:
+            await asyncio.to_thread(_counted, self.recent)
+
+    patch.setattr(Sketch, "report", report)
+
+
+def _counted(recent: Recent) -> int:
+    found = 0
+    for name in recent:
+        is_one = name is not None
+        found += is_one
+    return found
+
+
+def _live_has_no_time_limit(patch: pytest.MonkeyPatch) -> None:
+    real = Inferences.run
+
+    async def run(self: Any, snapshot: Any, cases: Any, limit_s: float) -> Any:
+        return await real(self, snapshot, cases, limit_s + 60.0)
+
+    patch.setattr(Inferences, "run", run)
+
+
+def _of_many_at_once_some_keep_their_place(patch: pytest.MonkeyPatch) -> None:
+    real = Admission.enter
+
+    def enter(self: Admission) -> bool:
+        found = real(self)
+        if found and self.under_way == 6:
+            self.under_way += 1
+        return found
+
+    patch.setattr(Admission, "enter", enter)
+
+
+def _some_answers_are_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    real = Metrics.answered
+
+    def answered(self: Metrics, table: str, source: Any, seconds: float) -> None:
+        real(self, table, source, seconds)
+        if source == "previous":
+            real(self, table, source, seconds)
+
+    patch.setattr(Metrics, "answered", answered)
+
+
+def _a_canary_answers_some_entities_of_a_request(patch: pytest.MonkeyPatch) -> None:
+    from serving.lookup.ladder import Ladder
+
+    real = Ladder.resolve
+
+    async def resolve(self: Any, holding: Any, cases: Any, turn: Any) -> Any:
+        if holding.canary is None or len(cases) < 2:
+            return await real(self, holding, cases, turn)
+        half = len(cases) // 2
+        first = await real(self, holding, cases[:half], turn)
+        return first + await real(self, holding.tried(holding.next), cases[half:], turn)
+
+    patch.setattr(Ladder, "resolve", resolve)
+
+
+def _a_live_answer_never_ends(patch: pytest.MonkeyPatch) -> None:
+    real = LocalTier.put
+
+    def put(self: LocalTier, key: Any, entry: Any) -> None:
+        is_live = getattr(entry, "expires_at", None) is not None
+        real(self, key, entry._replace(expires_at=entry.expires_at + 3_600.0) if is_live else entry)
+
+    patch.setattr(LocalTier, "put", put)
+
+
+def _the_breaker_never_closes(patch: pytest.MonkeyPatch) -> None:
+    real = Breaker.success
+
+    def success(self: Breaker) -> None:
+        if self.state == "closed":
+            real(self)
+
+    patch.setattr(Breaker, "success", success)
+
+
+def _a_late_reply_is_taken_for_the_next(patch: pytest.MonkeyPatch) -> None:
+    def abort(self: PipelineConnection, why: Any) -> None:
+        if self._pipelines:
+            self._pipelines.popleft().land(why)
+
+    patch.setattr(PipelineConnection, "abort", abort)
+
+
+def _only_announcements_are_heard(patch: pytest.MonkeyPatch) -> None:
+    real = Refresher._every
+
+    async def every(self: Any, pause_s: Any, step: Any, wake: Any) -> None:
+        is_look = step == self.follower.look
+        await real(self, (lambda: 3_600.0) if is_look else pause_s, step, wake)
+
+    patch.setattr(Refresher, "_every", every)
+
+
+def _what_is_degraded_stays_so(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Mending, "mend", lambda _self, _pointer: None)
+
+
+def _what_is_staged_is_served(patch: pytest.MonkeyPatch) -> None:
+    real = Shelf.hold
+
+    def hold(self: Shelf, coming: Snapshot | None) -> None:
+        real(self, coming)
+        if coming is not None and self.holding is not None and self.canary is None:
+            self.holding = dataclasses.replace(self.holding, live=coming)
+
+    patch.setattr(Shelf, "hold", hold)
+
+
+def _previous_is_whatever_arrives_last(patch: pytest.MonkeyPatch) -> None:
+    async def fetch(self: Follower, _pointer: Any, generation: str) -> None:
+        previous = await self.shelf.published(self._store, generation)
+        if previous is not None and self.holding is not None:
+            self.shelf.put(dataclasses.replace(self.holding, previous=previous))
+
+    real = Follower._follow
+
+    async def follow(self: Follower, pointer: Any, *, trusted: bool = True) -> None:
+        self._fetching = None  # goes on, whatever is published meanwhile
+        await real(self, pointer, trusted=trusted)
+
+    patch.setattr(Follower, "_fetch", fetch)
+    patch.setattr(Follower, "_follow", follow)
+
+
+def _nobody_says_that_redis_is_gone(patch: pytest.MonkeyPatch) -> None:
+    real = Concerns.note
+
+    def note(self: Concerns, about: Any, why: str | None) -> bool:
+        return False if why == "redis_unreachable" else real(self, about, why)
+
+    patch.setattr(Concerns, "note", note)
+
+
+def _a_full_queue_of_overlays_is_never_emptied(patch: pytest.MonkeyPatch) -> None:
+    real = WriteBehind._drain
+
+    async def drain(self: Any) -> None:
+        try:
+            await real(self)
+        finally:
+            self._task = self._task or asyncio.current_task()
+            if self.failed:
+                self._task = asyncio.current_task()  # the next write finds a task, which has ended
+
+    patch.setattr(WriteBehind, "_drain", drain)
+
+
+def _a_page_of_another_night_is_read(patch: pytest.MonkeyPatch) -> None:
+    for owner in (tiered, batch_reader):
+        name = "reads_of" if owner is tiered else "page_reads"
+        real = getattr(owner, name)
+        last: dict[str, Any] = {}
+
+        def reads(view: Any, wants: Any, real: Any = real, last: Any = last) -> Any:
+            before = last.setdefault("view", view)
+            if view.generation != before.generation:
+                last["view"], view = view, before
+            return real(view, wants)
+
+        patch.setattr(owner, name, reads)
+
+
+DEFECTS: dict[str, Plant] = {
+    name.removeprefix("_").replace("_", " "): plant
+    for name, plant in list(globals().items())
+    if name.startswith("_") and getattr(plant, "__module__", "") == __name__ and name != "_counted"
+}
+"""What was planted -> how."""
+
+_CALM = dict.fromkeys(
+    ("redis down", "redis wiped", "redis older", "redis held", "redis slow", "link held", "cut", "stall"), 0
+)  # fmt: skip
+BIASES: dict[str, Bias] = {
+    "a slow load holds up the next look": Bias(
+        _CALM | {"night": 20, "roll_back": 15, "store hung": 15, "ask": 20, "kill": 0, "canary": 10}
+    ),
+    "recent names are read by a thread": Bias(
+        _CALM | {"ask": 60, "burst": 60, "night": 1}, steps=90
+    ),
+    "what is degraded stays so": Bias(_CALM | {"model broken": 20, "night": 20, "ask": 20}),
+    "previous is whatever arrives last": Bias(
+        _CALM | {"night": 25, "roll_back": 15, "kill": 15, "restart": 10, "ask": 10}
+    ),
+}
+"""What was planted -> simulations in which it shows often."""
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """While it lasts the service makes this mistake."""
+    with pytest.MonkeyPatch.context() as patch:
+        DEFECTS[name](patch)
+        yield

@@ -1,0 +1,60 @@
+"""The live models of all hosts: how they do, and what they compute at this moment."""
+
+from collections.abc import Callable
+
+from tests.simulation.nights import Model
+from tests.simulation.threads import TAKES_S, Threads
+from tests.simulation.virtual_loop import HOST, Host
+
+LEASE_S = 0.1
+"""Seconds within which a second process finds that the first one computes."""
+
+Input = tuple[int, int, tuple[int, ...]]
+"""Night, fingerprint of the id, and the history by ordinal."""
+
+
+class TwiceAtOnce(AssertionError):
+    """One process, or two that could talk, compute the same at the same time."""
+
+
+class Models:
+    """Every inference is told of here, in the thread that makes it."""
+
+    def __init__(self, threads: Threads) -> None:
+        self.slow_s = 0.0
+        self.is_failing = False
+        self.is_broken = False
+        """True if no model opens."""
+        self.count = 0
+        self.twice: list[str] = []
+        self.can_talk: Callable[[], bool] = lambda: False
+        """True if processes have been able to tell each other what they compute."""
+        self._threads = threads
+        self._under_way: dict[Input, dict[Host, float]] = {}
+
+    def open(self, number: int) -> Model | None:
+        """A night's model, None while none opens."""
+        return None if self.is_broken else Model(number, self.compute)
+
+    def compute(self, inputs: list[Input]) -> None:
+        """Takes its time, and fails if it is to."""
+        host, now = HOST.get(), self._threads.loop.time()
+        assert host is not None
+        self.count += len(inputs)
+        for each in inputs:
+            others = self._under_way.setdefault(each, {})
+            if host in others:
+                self.twice.append(f"{host.name} computes {each} twice at once")
+            elif any(
+                not other.is_dead and now - began < LEASE_S and self.can_talk()
+                for other, began in others.items()
+            ):
+                self.twice.append(f"{host.name} computes {each} while another one does: {others}")
+            others[host] = now
+        try:
+            self._threads.sleep(self._threads.rng.random() * TAKES_S + self.slow_s)
+            if self.is_failing:
+                raise RuntimeError("the model fails")
+        finally:
+            for each in inputs:
+                self._under_way[each].pop(host, None)

@@ -1,0 +1,248 @@
+"""Small generations whose every record says of which night it is, and a model that remembers what it computed.
+
+Score of a record: 100 times the night's number, 50 more for what the model computed, and the rank. Items follow from
+the user and the night, or from the last of the history. So an answer alone tells where it can have come from.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import InvalidInput
+from cache.format.directory import Directory
+from cache.format.ids import fingerprints, hash_ids
+from cache.format.item_table import ItemTable
+from cache.format.manifest import (
+    Artefact,
+    DirectoryPart,
+    EntitySet,
+    ItemFiles,
+    Manifest,
+    Producer,
+    Table,
+    TablePart,
+)
+from cache.format.records.codec import encode_topk
+from cache.format.records.layout import FLAG_LIVE, Layout
+from cache.model.predictor import LiveInput, Prepared
+from cache.store.blocklist import Blocklist
+from cache.tiers.results import View
+from serving.generations.snapshot import Default, Snapshot
+
+TABLE = "user_topk"
+WIDTH = 5
+COUNT = 30
+USERS = tuple(f"u{number}" for number in range(24))
+STRANGERS = tuple(f"x{number}" for number in range(8))
+"""Users whom no night knows."""
+ITEMS = tuple(f"i{number}" for number in range(COUNT))
+PER_PAGE = 6
+DATA_UNTIL = 1_800_000_000
+LIVE = 50.0
+LAYOUT = Layout("topk", WIDTH, "f4")
+_SEEDS = {"user": 7, "item": 11}
+_NO_FILE = Artefact("none", 0, "")
+
+
+def generation_of(number: int) -> str:
+    """Id of the night of that number: later nights have later data."""
+    return f"2027{1 + number // 28:02d}{1 + number % 28:02d}T000000Z-{number:012x}"
+
+
+@lru_cache(maxsize=64)
+def number_of(generation: str) -> int:
+    """The night's number."""
+    return int(generation.rpartition("-")[2], 16)
+
+
+def knows(number: int, user: str) -> bool:
+    """True if that night has a record of the user: each night lacks some whom others have."""
+    return user in USERS and (int(user[1:]) + number) % 5 != 0
+
+
+def night_list(number: int, user: str) -> list[str]:
+    """Items that the night recommends, best first."""
+    start = 3 * int(user[1:]) + 7 * number
+    return [ITEMS[(start + step) % COUNT] for step in range(WIDTH)]
+
+
+def live_list(last: str, barred: frozenset[str]) -> list[str]:
+    """Items that the model recommends after the last of a history."""
+    start = ITEMS.index(last)
+    found = [ITEMS[(start + step) % COUNT] for step in range(1, COUNT + 1)]
+    return [each for each in found if each not in barred][:WIDTH]
+
+
+def default_list() -> list[str]:
+    """Items for whom nothing else is known."""
+    return list(ITEMS)
+
+
+@lru_cache(maxsize=1)
+def _items() -> ItemTable:
+    directory, raws = _directory("item", ITEMS)
+    ids = np.frombuffer(b"".join(raws), np.uint8)
+    offsets = np.cumsum([0] + [len(raw) for raw in raws]).astype(np.uint64)
+    vectors = np.ones((COUNT, 4), np.float32)
+    return ItemTable(directory, ids, offsets, vectors, np.arange(COUNT, dtype=np.int64))
+
+
+def _directory(name: str, ids: Sequence[str]) -> tuple[Directory, list[bytes]]:
+    raws = [each.encode() for each in ids]
+    hashes = hash_ids(raws, _SEEDS[name])
+    order = np.argsort(hashes)
+    return Directory(_SEEDS[name], [0], [hashes[order]]), [raws[each] for each in order]
+
+
+@dataclass(frozen=True, eq=False)
+class Night:
+    """A generation: what is written of it, and what is opened."""
+
+    number: int
+    generation: str
+    directories: Mapping[str, Directory]
+    table: Table
+    pages: tuple[bytes, ...]
+    default: Default
+
+    def manifest(self, verdict: int, passed: bool = True) -> Manifest:
+        """Its manifest; `verdict` tells verifications apart, 0: none was yet."""
+        known = self.directories["user"].count
+        gates = ({"rule": "any", "passed": passed, "number": verdict},) if verdict else ()
+        return Manifest(
+            namespace="default", generation=self.generation, data_until=DATA_UNTIL + self.number,
+            created_at=DATA_UNTIL + self.number, bundle_digest="", inputs_digest="",
+            entity_sets={
+                "user": EntitySet("user", 7, known, (DirectoryPart(0, known, _NO_FILE),)),
+                "item": EntitySet("item", 11, COUNT, (DirectoryPart(0, COUNT, _NO_FILE),)),
+            },
+            items=ItemFiles(_NO_FILE, _NO_FILE, _NO_FILE, _NO_FILE, COUNT, 4),
+            tables={TABLE: self.table}, models={}, indexes={}, defaults=_NO_FILE, gates=gates,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def night(number: int) -> Night:
+    """The night of that number, the same whenever it is asked for."""
+    users, raws = _directory("user", [each for each in USERS if knows(number, each)])
+    items = _items()
+    lists = [
+        items.ordinals_of([each.encode() for each in night_list(number, raw.decode())])
+        for raw in raws
+    ]
+    best_first = np.arange(WIDTH, 0, -1).astype(np.float32)
+    scores = np.tile(100.0 * number + best_first, (len(raws), 1)).astype(np.float32)
+    rows = encode_topk(
+        LAYOUT, fingerprints(raws), np.array(lists, np.uint32), scores, DATA_UNTIL + number
+    ).tobytes()
+    page_bytes = PER_PAGE * LAYOUT.size_bytes
+    pages = tuple(rows[at : at + page_bytes] for at in range(0, len(rows), page_bytes))
+    part = TablePart(0, len(pages), len(raws), _NO_FILE, _NO_FILE)
+    table = Table(TABLE, "user", Producer("topk", "user_tower"), LAYOUT, PER_PAGE, (part,), ())
+    ordinals = items.ordinals_of([each.encode() for each in ITEMS])
+    default = Default(
+        ordinals.astype(np.uint32),
+        (100.0 * number + 10 + np.linspace(1, 0, COUNT)).astype(np.float32),
+        {each.encode(): int(ordinal) for each, ordinal in zip(ITEMS, ordinals, strict=True)},
+    )
+    return Night(
+        number,
+        generation_of(number),
+        {"user": users, "item": items.directory},
+        table,
+        pages,
+        default,
+    )
+
+
+@dataclass
+class Model:
+    """The live model of a night; `compute` is told of each batch, and may take its time or raise."""
+
+    number: int
+    compute: Callable[[list[tuple[int, int, tuple[int, ...]]]], None]
+    precisions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def model_digest(self) -> str:
+        """One model a night."""
+        return f"model-{self.number}"
+
+    def supports(self, table: str) -> bool:
+        """The one table."""
+        return table == TABLE
+
+    def prepare(self, table: str, source: LiveInput) -> Prepared | None:
+        """As the real one: unknown items are dropped, none left is no input."""
+        if source.features:
+            raise InvalidInput("no feature is taken", field="features")
+        sent = list(dict.fromkeys(source.history or ()))
+        ordinals = _items().ordinals_of(sent)
+        known = ordinals[ordinals >= 0]
+        if not len(known):
+            return None
+        return Prepared(table, known, {}, -1, known, len(sent) - len(known))
+
+    def prepare_all(
+        self, table: str, sources: Sequence[LiveInput]
+    ) -> list[Prepared | InvalidInput | None]:
+        """As the real one: an error stands where its input was."""
+        found: list[Prepared | InvalidInput | None] = []
+        for source in sources:
+            try:
+                found.append(self.prepare(table, source))
+            except InvalidInput as error:
+                found.append(error)
+        return found
+
+    def predict(
+        self,
+        table: str,
+        batch: Sequence[Prepared],
+        prints: Sequence[int],
+        scored_at: int,
+        *,
+        blocked: NDArray[np.int64],
+    ) -> list[bytes]:
+        """One record each."""
+        self.compute([
+            (self.number, print_, tuple(each.history.tolist()))
+            for each, print_ in zip(batch, prints, strict=True)
+        ])  # fmt: skip
+        items, barred = _items(), set(blocked.tolist())
+        lists = np.full((len(batch), WIDTH), 0xFFFFFFFF, np.uint32)
+        scores = np.zeros((len(batch), WIDTH), np.float32)
+        for row, prepared in enumerate(batch):
+            seen = frozenset(items.id_of(each) for each in {*prepared.excluded.tolist(), *barred})
+            found = live_list(items.id_of(int(prepared.history[-1])), seen)
+            lists[row, : len(found)] = items.ordinals_of([each.encode() for each in found])
+            best_first = np.arange(WIDTH, WIDTH - len(found), -1)
+            scores[row, : len(found)] = 100.0 * self.number + LIVE + best_first
+        rows = encode_topk(
+            LAYOUT, np.array(prints, np.uint64), lists, scores, scored_at, flags=FLAG_LIVE
+        )
+        data, size = rows.tobytes(), LAYOUT.size_bytes
+        return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+def snapshot(
+    number: int, model: Model | None, epoch: int, published_at: str, blocklist: Blocklist
+) -> Snapshot:
+    """The night as a replica holds it; without a model it is degraded."""
+    found, items = night(number), _items()
+    ordinals = items.ordinals_of(sorted(blocklist.items))
+    blocked = np.sort(ordinals[ordinals >= 0])
+    fields: dict[str, Any] = {
+        "generation": found.generation, "epoch": epoch, "published_at": published_at,
+        "manifest": found.manifest(1), "root": Path("/nowhere"), "directories": found.directories,
+        "items": items, "view": View(found.generation, found.directories), "predictor": model,
+        "degraded": None if model is not None else "the model does not open",
+        "defaults": {TABLE: found.default}, "blocklist": blocklist,
+        "blocked": frozenset(blocked.tolist()), "blocked_ordinals": blocked,
+    }  # fmt: skip
+    return Snapshot(**fields)

@@ -1,0 +1,173 @@
+"""The night and its operators: the real release code, each operation in a thread that may pause before any command."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import redis
+
+from cache.config.sections import FlipConfig
+from cache.errors import Conflict, LarderError
+from cache.format.redis_keys import Keyspace
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.blocklist import Blocklist, change_blocklist
+from precompute.bulk import reload
+from precompute.control.control_keys import Control
+from precompute.control.states import State
+from precompute.releases import restore, sweep
+from precompute.releases.release import Releases
+from precompute.releases.staging import staged
+from tests.simulation import nights
+from tests.simulation.nights import TABLE
+from tests.simulation.redis_server import SimulatedRedis
+
+GRACE_S = 10.0
+OVERLAY_TTL_S = 600.0
+FLIP = FlipConfig(wait_s=20.0, replicas_min=0)
+
+
+class Publisher:
+    """Operations by name; each is run in a thread of the simulation."""
+
+    def __init__(self, redis: SimulatedRedis, store: ArtefactStore, keys: Keyspace) -> None:
+        self._redis = redis
+        self._store = store
+        self._keys = keys
+        self.blocked: Callable[[Blocklist], None] = lambda _found: None
+        """Told of each version of the blocklist."""
+        self._attempts = self._verdicts = 0
+        self._next = 1
+        self._baselines: dict[str, str | None] = {}
+
+    def run(self, name: str, *arguments: Any) -> str:
+        """Does it; what came of it, in words."""
+        try:
+            return str(getattr(self, name)(*arguments))
+        except (LarderError, redis.exceptions.RedisError) as error:
+            return f"no: {type(error).__name__}: {error}"[:160]
+
+    def night(self, is_good: bool) -> str:
+        """A new generation, up to its verdict, and its publication."""
+        generation = self.build(is_good)
+        if is_good:
+            self.publish(generation)
+        return generation
+
+    def build(self, is_good: bool) -> str:
+        """A new generation, up to its verdict."""
+        found, releases = nights.night(self._next), self._releases()
+        self._next += 1
+        generation = found.generation
+        releases.note(generation, State.BEGUN)
+        path = generation_path(generation, "manifest.json")
+        self._store.write(path, found.manifest(0).to_bytes())
+        load_missing(releases.control, self._store, generation)
+        sweep.note_loaded(releases, generation)
+        live = releases.ledger().live
+        self._verdicts += 1
+        if is_good:
+            self._store.write(path, found.manifest(self._verdicts).to_bytes())
+            self._baselines[generation] = live
+            releases.mark_verified(generation, attempt=self._attempt())
+        else:
+            releases.refuse(generation, reason="bad", attempt=self._attempt())
+            self._store.write(path, found.manifest(self._verdicts, False).to_bytes())
+        return generation
+
+    def publish(self, generation: str) -> str:
+        """Makes it live once replicas hold it, as the step `publish` does."""
+        releases, attempt = self._releases(), self._attempt()
+        report = {"baseline": self._baselines.get(generation)}
+        if releases.prepare(generation, attempt=attempt, verified=report) is None:
+            with staged(releases.control, generation, FLIP, attempt=attempt):
+                releases.publish(generation, attempt=attempt, verified=report)
+        return generation
+
+    def canary(self, percent: float) -> str:
+        """Builds a generation and lets it answer a share of the requests."""
+        generation = self.build(True)
+        releases, attempt = self._releases(), self._attempt()
+        report = {"baseline": self._baselines[generation]}
+        with staged(releases.control, generation, FLIP, attempt=attempt):
+            releases.start_canary(generation, percent, attempt, verified=report)
+        return generation
+
+    def end_canary(self, abandon: bool) -> str:
+        """Ends it: published, or given up."""
+        releases = self._releases()
+        pointer = releases.control.pointer()
+        if pointer is None or pointer.canary is None:
+            return "no canary runs"
+        if abandon:
+            releases.end_canary(self._attempt(), "enough", True)
+        else:
+            self.publish(pointer.canary.generation)
+        return pointer.canary.generation
+
+    def roll_back(self) -> str:
+        """Back by one."""
+        moved = self._releases().roll_back(to=None, reason="bad", attempt=self._attempt())
+        return moved.pointer.generation
+
+    def retire(self) -> str:
+        """Removes what nobody needs."""
+        releases, gone = self._releases(), []
+        for generation in sweep.sweepable(releases, keep=1, grace_s=GRACE_S):
+            with contextlib.suppress(Conflict):
+                sweep.retire(releases, generation, attempt=self._attempt(), grace_s=GRACE_S)
+                gone.append(generation)
+        return f"{gone} retired"
+
+    def restore(self) -> str:
+        """Brings back what Redis lost."""
+        pointer, loaded, _ = restore.restore(
+            self._releases(), attempt=self._attempt(), chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
+        )
+        return f"{pointer.generation} with {loaded}"
+
+    def block(self, item: str | None, user: str | None, erased: str | None = None) -> str:
+        """Blocks one more."""
+        return self._change(
+            block_items=[item.encode()] if item else (),
+            block_entities=[user.encode()] if user else (),
+            block_users=[erased.encode()] if erased else (),
+        )
+
+    def unblock(self, item: str | None, user: str | None) -> str:
+        """Blocks one less."""
+        return self._change(
+            unblock_items=[item.encode()] if item else (),
+            unblock_entities=[user.encode()] if user else (),
+        )
+
+    def _change(self, **changes: Any) -> str:
+        found = change_blocklist(self._store, **changes)
+        self.blocked(found)
+        self._redis.publish(self._keys.channel, "blocklist")
+        return f"version {found.version}"
+
+    def _releases(self) -> Releases:
+        return Releases(self._store, Control(self._redis, self._keys))  # type: ignore[arg-type]
+
+    def _attempt(self) -> str:
+        self._attempts += 1
+        return f"attempt-{self._attempts}"
+
+
+def load_missing(control: Control, _store: ArtefactStore, generation: str, **_options: Any) -> int:
+    """Pages into Redis, one by one, and their mark."""
+    found = nights.night(nights.number_of(generation))
+    for number, page in enumerate(found.pages):
+        name = control.keys.page(generation, TABLE, number)
+        if control.client.get(name) != page:
+            control.client.set(name, page)
+    control.client.hset(control.keys.loaded(generation), f"{TABLE}/0", "mark")
+    return 0
+
+
+MODELLED: dict[Any, Any] = {
+    reload.load_missing: load_missing,
+    reload.reload: load_missing,
+    reload.repair: lambda *_arguments, **_options: [],
+}
+"""What reads pages from files: here they come from `nights`. All else is what runs in production."""

@@ -1,0 +1,341 @@
+"""A Redis in memory behind its own protocol: the commands and scripts that Larder sends, held to a real server.
+
+`tests/contract/test_simulated_redis.py` sends both the same bytes.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import hiredis
+import orjson
+
+from cache.control import hot_keys
+from cache.format.redis_keys import Keyspace
+from cache.l2 import control_plane, lease_commands
+from precompute.control import control_keys
+from precompute.releases import staging
+from tests.memory import MemoryRedis, Watch, unwatched
+
+OK = "+OK\r\n"
+_MORE = object()
+
+
+class SimulatedRedis(MemoryRedis):
+    """Strings, hashes and sorted sets with expiry, and who listens to a channel."""
+
+    def __init__(self, keys: Keyspace, now: Callable[[], float], watch: Watch = unwatched) -> None:
+        super().__init__(keys, now, watch)
+        self.ends: dict[str, float] = {}
+        self.sessions: dict[Session, None] = {}
+        self.policy = "volatile-lru"
+        self._saved: tuple[dict[str, Any], dict[str, float]] | None = None
+        self.scripts: dict[bytes, Callable[[list[str], list[bytes]], Any]] = {
+            control_plane._BEAT.encode(): self._beat,
+            hot_keys.REPORT.encode(): self._report,
+            lease_commands._SWAP: self._swap,
+            staging._STAGE.encode(): self._stage,
+            staging._UNSTAGE.encode(): self._unstage,
+            control_keys._MOVE.encode(): lambda _keys, argv: self.move(argv),
+            control_keys._MARK.encode(): lambda _keys, argv: self.mark(argv),
+        }
+
+    def execute(self, words: list[bytes]) -> Any:
+        """The reply to a command: bytes, int, None, a list, or text that is sent as it is."""
+        self._drop_expired()
+        return getattr(self, f"do_{words[0].decode().lower()}")(*words[1:])
+
+    def wipe(self) -> None:
+        """Everything is gone."""
+        self.data.clear()
+        self.ends.clear()
+
+    def save(self) -> None:
+        """Keeps what is there, as a snapshot on disk."""
+        self._saved = _copied(self.data), dict(self.ends)
+
+    def load(self) -> None:
+        """Comes back with the last snapshot, if there is one."""
+        if self._saved is not None:
+            self.data, self.ends = _copied(self._saved[0]), dict(self._saved[1])
+
+    def _drop_expired(self) -> None:
+        if self.ends:
+            now = self.now()
+            for name in [each for each, end in self.ends.items() if end <= now]:
+                del self.ends[name]
+                self.data.pop(name, None)
+
+    # -- commands
+
+    def do_get(self, name: bytes) -> bytes | None:
+        """A string."""
+        found: bytes | None = self.data.get(name.decode())
+        return found
+
+    def do_mget(self, *names: bytes) -> list[bytes | None]:
+        """Strings."""
+        return [self.data.get(each.decode()) for each in names]
+
+    def do_getrange(self, name: bytes, first: bytes, last: bytes) -> bytes:
+        """Part of a string."""
+        found: bytes = self.data.get(name.decode(), b"")
+        return found[int(first) : int(last) + 1]
+
+    def do_set(self, name: bytes, value: bytes, *options: bytes) -> Any:
+        """A string: NX, GET and PX in any order."""
+        key, found = name.decode(), list(options)
+        before = self.data.get(key)
+        life_ms = int(found[found.index(b"PX") + 1]) if b"PX" in found else None
+        if b"NX" not in found or before is None:
+            self.data[key] = value
+            self.ends.pop(key, None)
+            if life_ms is not None:
+                self.ends[key] = self.now() + life_ms / 1000
+        if b"GET" in found:
+            return before
+        return OK if b"NX" not in found or before is None else None
+
+    def do_pttl(self, name: bytes) -> int:
+        """Milliseconds of life."""
+        key = name.decode()
+        if key not in self.data:
+            return -2
+        return -1 if key not in self.ends else round(1000 * (self.ends[key] - self.now()))
+
+    def do_expire(self, name: bytes, seconds: bytes) -> int:
+        """Sets a life."""
+        key = name.decode()
+        if key in self.data:
+            self.ends[key] = self.now() + int(seconds)
+        return int(key in self.data)
+
+    def do_time(self) -> list[bytes]:
+        """Seconds and microseconds."""
+        now = self.now()
+        return [b"%d" % int(now), b"%d" % int(1e6 * (now % 1))]
+
+    def do_zadd(self, name: bytes, score: bytes, member: bytes) -> int:
+        """A member with a score."""
+        found = self.data.setdefault(name.decode(), {})
+        is_new = member not in found
+        found[member] = float(score)
+        return int(is_new)
+
+    def do_zrem(self, name: bytes, *members: bytes) -> int:
+        """Members away."""
+        found = self.data.get(name.decode(), {})
+        count = sum(found.pop(each, None) is not None for each in members)
+        if not found:
+            self.data.pop(name.decode(), None)
+        return count
+
+    def do_zrevrange(self, name: bytes, first: bytes, last: bytes, _scores: bytes) -> list[bytes]:
+        """Members and scores, greatest first."""
+        ranked = sorted(self.data.get(name.decode(), {}).items(), key=lambda e: (-e[1], e[0]))
+        # Members of one score: Redis has the greater name first.
+        ranked.sort(key=lambda e: e[0], reverse=True)
+        ranked.sort(key=lambda e: e[1], reverse=True)
+        part = ranked[int(first) : int(last) + 1]
+        return [each for member, score in part for each in (member, b"%.17g" % score)]
+
+    def do_hset(self, name: bytes, field: bytes, value: bytes) -> int:
+        """A field."""
+        found = self.data.setdefault(name.decode(), {})
+        is_new = field not in found
+        found[field] = value
+        return int(is_new)
+
+    def do_hdel(self, name: bytes, *fields: bytes) -> int:
+        """Fields away."""
+        return self.do_zrem(name, *fields)
+
+    def do_hgetall(self, name: bytes) -> list[bytes]:
+        """A hash."""
+        return [each for pair in self.data.get(name.decode(), {}).items() for each in pair]
+
+    def do_pfadd(self, name: bytes, *members: bytes) -> int:
+        """Counted once each: a set, where Redis estimates."""
+        found = self.data.setdefault(name.decode(), {})
+        before = len(found)
+        found.update(dict.fromkeys(members, 1.0))
+        return int(len(found) > before)
+
+    def do_pfcount(self, name: bytes) -> int:
+        """How many."""
+        return len(self.data.get(name.decode(), {}))
+
+    def do_info(self, *_section: bytes) -> bytes:
+        """What a service looks at."""
+        return (
+            f"# Memory\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:{self.policy}\r\n"
+            "mem_fragmentation_ratio:1.0\r\n# Stats\r\nevicted_keys:0\r\nexpired_keys:0\r\n"
+            "# Server\r\nredis_version:7.0.15\r\nrun_id:0\r\n"
+        ).encode()
+
+    def do_client(self, *_words: bytes) -> str:
+        """Who it is."""
+        return OK
+
+    def do_select(self, _number: bytes) -> str:
+        """The only one."""
+        return OK
+
+    def do_ping(self) -> str:
+        """Here."""
+        return "+PONG\r\n"
+
+    def do_publish(self, channel: bytes, message: bytes) -> int:
+        """Tells who listens."""
+        return self.publish(channel.decode(), message.decode())
+
+    def do_eval(self, script: bytes, count: bytes, *words: bytes) -> Any:
+        """One of Larder's scripts."""
+        keys = [each.decode() for each in words[: int(count)]]
+        return self.scripts[script](keys, list(words[int(count) :]))
+
+    # -- for publishers, who hold no connection
+
+    def publish(self, channel: str, message: str) -> int:
+        """Tells who listens; how many."""
+        listeners = [each for each in self.sessions if channel in each.channels]
+        for each in listeners:
+            each.push(channel, message)
+        return len(listeners)
+
+    def getrange(self, name: str, first: int, last: int) -> bytes:
+        """Part of a string."""
+        self.watch("getrange", name)
+        found: bytes = self.data.get(name, b"")
+        return found[first : last + 1]
+
+    def eval(self, script: str, count: int, *arguments: Any) -> Any:
+        """One of Larder's scripts."""
+        self.watch("eval", script)
+        words = [each if isinstance(each, bytes) else str(each).encode() for each in arguments]
+        self._drop_expired()
+        return self.do_eval(script.encode(), b"%d" % count, *words)
+
+    def move(self, argv: list[bytes]) -> list[Any]:
+        """The script that moves the pointer, and says so."""
+        before = self.data.get(self.keys.live)
+        reply = super().move(argv)
+        if self.data.get(self.keys.live) is not before:
+            self.publish(self.keys.channel, "pointer")
+        return reply
+
+    # -- scripts
+
+    def _beat(self, keys: list[str], argv: list[bytes]) -> int:
+        found = self.data.setdefault(keys[0], {})
+        found[argv[1]] = float(argv[0])
+        if len(argv) > 2 and argv[2] != argv[1]:
+            found.pop(argv[2], None)
+        return 1
+
+    def _swap(self, keys: list[str], argv: list[bytes]) -> bytes | None:
+        if self.data.get(keys[0]) != argv[0]:
+            return None
+        self.do_set(keys[0].encode(), argv[1], b"PX", argv[2])
+        return argv[1]
+
+    def _report(self, keys: list[str], argv: list[bytes]) -> None:
+        last = 3 + 2 * int(argv[2])
+        for each in argv[last:]:
+            for name in keys:
+                self.data.get(name, {}).pop(each, None)
+        for at in range(3, last, 2):
+            found = self.data.setdefault(keys[0], {})
+            found[argv[at + 1]] = found.get(argv[at + 1], 0.0) + float(argv[at])
+        self.do_expire(keys[0].encode(), argv[1])
+
+    def _stage(self, keys: list[str], argv: list[bytes]) -> bytes | None:
+        attempt, generation, now, note = argv
+        found = self.data.get(keys[0])
+        standing = None if found is None else orjson.loads(found)
+        if standing is not None:
+            raw = self.data.get(keys[2])
+            pointer = {} if raw is None else orjson.loads(raw)
+            tried = (pointer.get("canary") or {}).get("generation")
+            is_mine = (
+                standing["attempt"] == attempt.decode()
+                or standing["generation"] == generation.decode()
+            )
+            has_moved = standing["generation"] in (pointer.get("generation"), tried)
+            if not is_mine and not has_moved and standing["until"] > float(now):
+                return bytes(found or b"")
+        self.data[keys[0]] = note
+        if standing is None or standing["generation"] != generation.decode():
+            self.publish(keys[1], "next")
+        return None
+
+    def _unstage(self, keys: list[str], argv: list[bytes]) -> int:
+        found = self.data.get(keys[0])
+        note = None if found is None else orjson.loads(found)
+        if note and (note["attempt"] == argv[0].decode() or note["generation"] == argv[1].decode()):
+            del self.data[keys[0]]
+            self.publish(keys[1], "next")
+        return 0
+
+
+def _copied(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+
+
+class Session(asyncio.Protocol):
+    """A connection to it: commands are taken one after the other, as they arrive."""
+
+    def __init__(self, redis: SimulatedRedis) -> None:
+        self.channels: dict[str, None] = {}
+        self._redis = redis
+        self._reader = hiredis.Reader(notEnoughData=_MORE)
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Counts among those who may listen."""
+        self._transport = transport  # type: ignore[assignment]
+        self._redis.sessions[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Counts no more."""
+        self._redis.sessions.pop(self, None)
+
+    def data_received(self, data: bytes) -> None:
+        """Answers each command that is whole."""
+        self._reader.feed(data)
+        replies: list[bytes] = []
+        while (words := self._reader.gets()) is not _MORE:
+            replies.append(self._answer(words))
+        if replies:
+            self._transport.write(b"".join(replies))
+
+    def push(self, channel: str, message: str) -> None:
+        """Hands a message over."""
+        said = [b"message", channel.encode(), message.encode()]
+        self._transport.write(encoded(said))
+
+    def _answer(self, words: list[bytes]) -> bytes:
+        command = words[0].upper()
+        if command in (b"SUBSCRIBE", b"UNSUBSCRIBE"):
+            for each in words[1:]:
+                if command == b"SUBSCRIBE":
+                    self.channels[each.decode()] = None
+                else:
+                    self.channels.pop(each.decode(), None)
+            return b"".join(
+                encoded([command.lower(), each, len(self.channels)]) for each in words[1:]
+            )
+        return encoded(self._redis.execute(words))
+
+
+def encoded(reply: Any) -> bytes:
+    """A reply as Redis sends it."""
+    if reply is None:
+        return b"$-1\r\n"
+    if isinstance(reply, bytes):
+        return b"$%d\r\n%b\r\n" % (len(reply), reply)
+    if isinstance(reply, int):
+        return b":%d\r\n" % reply
+    if isinstance(reply, str):
+        return reply.encode()
+    return b"*%d\r\n" % len(reply) + b"".join(map(encoded, reply))

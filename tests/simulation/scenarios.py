@@ -1,0 +1,131 @@
+"""What happens in a simulation, drawn from its seed: every step with its moment and its own chances.
+
+Steps are independent of each other, so that any of them can be left out and the rest still means something.
+"""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.callers import Call, Question
+from tests.simulation.nights import ITEMS, STRANGERS, USERS
+
+REPLICAS = 2
+HOT = USERS[1:4]
+"""Users who are asked for most."""
+STEPS = 44
+
+WEIGHTS = {
+    "ask": 60, "burst": 8, "crowd": 5, "night": 10, "bad night": 1, "roll_back": 4, "canary": 3, "end_canary": 3,
+    "retire": 4, "restore": 2, "block": 4, "unblock": 2, "erase": 1,
+    "save": 2, "redis older": 1, "redis down": 3, "redis wiped": 1, "redis held": 3, "redis slow": 2, "link held": 2,
+    "cut": 3, "store hung": 2, "store failing": 2, "store torn": 2, "kill": 3, "restart": 2, "clock": 2,
+    "model slow": 2, "model fails": 2, "model broken": 1, "bytes torn": 2, "stall": 2,
+}  # fmt: skip
+"""What happens, by how often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something that happens at `at` seconds; `seed` is for whatever is left to chance in it."""
+
+    at: float
+    what: str
+    arguments: tuple[Any, ...] = ()
+    seed: int = 0
+    calls: tuple[Call, ...] = field(default=())
+
+    def __str__(self) -> str:
+        calls = f" {len(self.calls)} calls, first {self.calls[0]}" if self.calls else ""
+        return f"{self.at:8.3f} {self.what} {self.arguments or ''}{calls}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """What happens more or less often than usual, for finding what is rare."""
+
+    weights: dict[str, int] = field(default_factory=dict)
+    steps: int = STEPS
+
+
+def scenario(seed: int, bias: Bias = Bias()) -> list[Step]:
+    """The steps of that seed, in order of time."""
+    rng = random.Random(f"{seed} scenario")
+    weights = {**WEIGHTS, **bias.weights}
+    steps = [Step(0.0, "night", (), rng.getrandbits(32))]
+    at = 1.0
+    for _ in range(bias.steps):
+        # Things that matter happen close to each other, or long after.
+        luck = rng.random()
+        at += rng.choice([0.0, 0.002, 0.02]) if luck < 0.4 else rng.expovariate(1 / 0.5)
+        at += rng.uniform(1.0, 30.0) if luck > 0.8 else 0.0
+        what = rng.choices(list(weights), list(weights.values()))[0]
+        steps.append(_step(at, what, rng))
+    return steps
+
+
+def _step(at: float, what: str, rng: random.Random) -> Step:
+    arguments: tuple[Any, ...] = ()
+    calls: tuple[Call, ...] = ()
+    long_s = rng.choice([0.05, 0.3, 1.0, 3.0, 8.0, 20.0])
+    match what:
+        case "ask":
+            calls = (_call(rng),)
+        case "burst":
+            replica, users = rng.randrange(REPLICAS), rng.choices([*USERS, *STRANGERS[:2]], k=12)
+            calls = tuple(Call(replica, (Question(each),)) for each in users)
+        case "crowd":
+            question = Question(rng.choice(STRANGERS[:3]), (rng.choice(ITEMS[:6]),))
+            calls = tuple(
+                Call(each % REPLICAS, (question,), 4_000, is_post=True) for each in range(4)
+            )
+        case "canary":
+            arguments = (rng.choice([10.0, 50.0]),)
+        case "end_canary":
+            arguments = (rng.random() < 0.5,)
+        case "block" | "unblock":
+            item, user = rng.choice(ITEMS), rng.choice([*USERS, *STRANGERS])
+            arguments = (item, None) if rng.random() < 0.6 else (None, user)
+        case "erase":
+            arguments = (None, None, rng.choice(USERS))
+            what = "block"
+        case "link held" | "cut" | "kill" | "restart":
+            arguments = (rng.randrange(REPLICAS), long_s)
+        case "clock":
+            arguments = (rng.randrange(REPLICAS), rng.choice([-3_600.0, -1.5, 0.7, 3_600.0]))
+        case "stall":
+            arguments = (rng.choice([0.01, 0.1, 0.4]),)
+        case "store hung":
+            arguments = (rng.choice([None, *range(REPLICAS)]), rng.choice([long_s, 30.0]))
+        case _ if " " in what and what != "bad night":
+            arguments = (long_s,)
+    return Step(round(at, 4), what, arguments, rng.getrandbits(32), calls)
+
+
+def _call(rng: random.Random) -> Call:
+    """A request, as likely plain as not."""
+    replica, luck = rng.randrange(REPLICAS), rng.random()
+    user = rng.choice([*USERS, *HOT * 8, *STRANGERS[:3] * 4])
+    if luck < 0.5:
+        return Call(
+            replica,
+            (Question(user),),
+            rng.choice([30, 100, 600, 600]),
+            rng.choice([None, None, None, 3]),
+        )
+    questions = tuple(
+        Question(
+            rng.choice([*USERS, *HOT * 4, *STRANGERS[:3] * 2]),
+            tuple(rng.sample(ITEMS, rng.randint(1, 3)))
+            if rng.random() < 0.5 and luck > 0.6
+            else (),
+        )
+        for _ in range(rng.choice([1, 1, 2, 5]))
+    )
+    return Call(
+        replica, questions, rng.choice([60, 400, 1_000]), rng.choice([None, None, 3]),
+        tuple(rng.sample(ITEMS, 2)) if rng.random() < 0.2 else (),
+        fresh=rng.random() < 0.1,
+        is_post=True,
+        leaves_after_s=rng.choice([0.002, 0.01, 0.05]) if rng.random() < 0.1 else None,
+    )  # fmt: skip

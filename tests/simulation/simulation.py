@@ -1,0 +1,407 @@
+"""A simulation: replicas, Redis, store, publisher and callers of one seed, and the rules that hold at every step."""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+import sys
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import redis
+
+from cache.errors import LarderError
+from cache.format.redis_keys import Keyspace
+from cache.native import loader, pure
+from cache.process.host import disk_free_bytes, memory_available_bytes
+from cache.store.artefacts import read_manifest
+from cache.store.blocklist import Blocklist
+from serving.generations.snapshot import Snapshot, _iso
+from serving.process.gc_tuning import settle
+from tests.simulation import nights, substitution
+from tests.simulation.callers import Call, Client, Reply
+from tests.simulation.faults import Faults
+from tests.simulation.models import Models
+from tests.simulation.nights import TABLE
+from tests.simulation.publisher import MODELLED, Publisher
+from tests.simulation.redis_server import Session, SimulatedRedis
+from tests.simulation.replicas import REDIS_PORT, Replica, settings
+from tests.simulation.rules import FORGOTTEN_S, Broken, Rules
+from tests.simulation.scenarios import REPLICAS, Step
+from tests.simulation.store import SimulatedStore
+from tests.simulation.threads import Lock, Pool, Threads
+from tests.simulation.virtual_loop import HOST, Host, VirtualLoop, context_of
+from tests.simulation.wires import Wires
+
+START = 1_000.0
+WALL = 1_800_100_000.0
+OPENS_S = 1.5
+"""Seconds that a generation takes to open at most."""
+
+CALM_S = 60.0
+"""Seconds after the last step in which nothing goes wrong."""
+
+NO_NEWS = (
+    "cannot be loaded",
+    "cannot be made ready",
+    "release records cannot be read",
+    "keeping up failed",
+)
+"""Parts of what is rightly logged as an error while the store or a model is out of order."""
+
+
+class Simulation:
+    """See the module. `run` raises Broken when a rule does not hold; it runs under `installed`."""
+
+    def __init__(self, seed: int, steps: Sequence[Step]) -> None:
+        self.seed, self.steps = seed, steps
+        self.lines: list[str] = []
+        self.keys = Keyspace("default")
+        self.wires = Wires(self._rng("wires"))
+        self.loop = VirtualLoop(self.wires, START)
+        self.wires.loop = self.loop
+        self.chance = self._rng("chance")
+        self.threads = Threads(self.loop, self._rng("threads"))
+        self.store = SimulatedStore(self.threads, self._rng("store"))
+        self.redis = SimulatedRedis(self.keys, self._redis_time, self._pause)
+        self.models = Models(self.threads)
+        self.publisher = Publisher(self.redis, self.store, self.keys)
+        self.faults = Faults(self)
+        self.rules = Rules(self)
+        # A slow model outlasts the wait for whoever computes: then both do.
+        self.models.can_talk = lambda: self.faults.calm_s() > 3.0
+        self.redis.moved = lambda _before, after: self.rules.moved(after)
+        self.publisher.blocked = self.rules.blocked
+        self.replicas = [
+            Replica(number, self.loop, lambda: settings(self.store, overlay_ttl_s=FORGOTTEN_S))
+            for number in range(REPLICAS)
+        ]
+        self.sent: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+        """Histories that were sent with an id, and when each was last."""
+        self.answered: Counter[str] = Counter()
+        self.errors: list[str] = []
+        self._wrong: BaseException | None = None
+        self._work: dict[asyncio.Task[Any], None] = {}
+        self._tasks: list[tuple[Host | None, asyncio.Task[Any]]] = []
+        self._clients: dict[int, list[Client]] = {}
+
+    def run(self) -> str:
+        """Lives through all steps, then through calm, then stops everything; the hash of what happened."""
+        _CURRENT.append(self)
+        self.loop._default_executor = Pool(self.threads, 8)  # type: ignore[attr-defined]
+        self.loop.set_exception_handler(self._unhandled)
+        self.loop.set_task_factory(self._new_task)
+        self.wires.listening[REDIS_PORT] = lambda: Session(self.redis), context_of(None)
+        try:
+            self.loop.run_until_complete(self._main())
+        except Exception as error:
+            raise Broken(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._close()
+            _CURRENT.pop()
+        return self.digest
+
+    @property
+    def digest(self) -> str:
+        """Hash of all that happened: of one seed always the same."""
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:16]
+
+    def tell(self, *what: Any) -> None:
+        """Writes down what happens."""
+        self.lines.append(f"{self.loop.time() - START:9.4f} {' '.join(map(str, what))}")
+
+    # -- the process, as `substitution.Process`
+
+    def monotonic(self) -> float:
+        """Virtual seconds."""
+        return self.loop.time()
+
+    def wall(self) -> float:
+        """Unix seconds on the host whose code asks."""
+        host = HOST.get()
+        return self._redis_time() + (host.clock_ahead_s if host else 0.0)
+
+    def sleep(self, seconds: float) -> None:
+        """Waits, in a thread."""
+        self.threads.sleep(seconds)
+
+    def rng(self) -> random.Random:
+        """Chance, for whoever draws without a seed."""
+        return self.chance
+
+    def pool(self, workers: int = 4, *_name: Any, **_options: Any) -> Pool:
+        """A thread pool."""
+        return Pool(self.threads, workers)
+
+    def lock(self) -> Lock:
+        """A lock."""
+        return Lock(self.threads)
+
+    def open(
+        self, store: Any, generation: str, epoch: int, at: float, blocklist: Blocklist
+    ) -> Snapshot:
+        """In place of `Snapshot.open`: the manifest is read, all else is in memory."""
+        number = nights.number_of(read_manifest(store, generation).generation)
+        self.threads.sleep(self.threads.rng.random() * OPENS_S)
+        model = self.models.open(number)
+        return nights.snapshot(number, model, epoch, _iso(at), blocklist)
+
+    def is_loaded(self, generation: str) -> bool:
+        """True if Redis has every page of it."""
+        pages = nights.night(nights.number_of(generation)).pages
+        names = [self.keys.page(generation, TABLE, number) for number in range(len(pages))]
+        return all(each in self.redis.data for each in names)
+
+    def tasks_of(self, host: Host) -> list[asyncio.Task[Any]]:
+        """Tasks that were begun in one process."""
+        return [task for of, task in self._tasks if of is host]
+
+    def _rng(self, what: str) -> random.Random:
+        return random.Random(f"{self.seed} {what}")
+
+    def _redis_time(self) -> float:
+        return WALL + self.loop.time() - START
+
+    def _pause(self, what: str, name: str) -> None:
+        """Before any command of the publisher."""
+        if what == "unlink":
+            self.rules.removing(name)
+        work, rng = self.threads.current, self.threads.rng
+        if work is not None and rng.random() < 0.1:
+            work.pause(rng.random() * 0.05)
+
+    def _new_task(self, loop: Any, coro: Any, **options: Any) -> Any:
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, **options)
+        context = options.get("context")
+        self._tasks.append((HOST.get() if context is None else context.get(HOST), task))
+        return task
+
+    def _unhandled(self, _loop: Any, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._wrong = self._wrong or error or Broken(context["message"])
+
+    # -- what happens
+
+    async def _main(self) -> None:
+        for each in self.replicas:
+            self._start(each)
+        for step in self.steps:
+            await asyncio.sleep(max(0.0, START + step.at - self.loop.time()))
+            self._look()
+            self.tell("step", step.what, *step.arguments)
+            self._happen(step)
+        await asyncio.sleep(1.0)
+        self.faults.end_all()
+        for _ in range(2):  # what a writer left half done is over by the second time
+            self._publish("restore")
+            await asyncio.sleep(CALM_S / 2)
+        self._look()
+        if pending := [each for each in self._work if not each.done()]:
+            raise Broken(f"{pending[0]} never ends")
+        for replica in self.replicas:
+            self.rules.rest(replica)
+        for replica in self.replicas:
+            host = replica.host
+            await replica.stop()
+            await asyncio.sleep(1.0)
+            self.rules.gone(replica, host)
+        self._look()
+
+    def _look(self) -> None:
+        if self._wrong is not None:
+            raise self._wrong
+        self.rules.step()
+
+    def _happen(self, step: Step) -> None:
+        what, arguments = step.what, step.arguments
+        match what:
+            case "ask" | "burst" | "crowd":
+                for call in step.calls:
+                    self._spawn(self._call(call))
+            case "night" | "bad night":
+                self._publish("night", what == "night")
+            case "roll_back" | "canary" | "end_canary" | "retire" | "restore" | "block" | "unblock":
+                self._publish(what, *arguments)
+            case "kill":
+                self._kill(self.replicas[arguments[0]], arguments[1])
+            case "restart":
+                self._spawn(self._restart(self.replicas[arguments[0]]))
+            case "save":
+                self.redis.save()
+            case "clock":
+                self.replicas[arguments[0]].host.clock_ahead_s += arguments[1]
+            case "stall":
+                self.loop.stall(arguments[0])
+                self.faults.happened("stall")
+            case "cut":
+                host = self.replicas[arguments[0]].host
+                self.wires.cut(lambda wire: wire.host is host)
+                self.faults.happened(f"cut {arguments[0]}")
+            case _:
+                self.faults.begin(what, arguments, random.Random(step.seed))
+
+    def _publish(self, name: str, *arguments: Any) -> None:
+        def work() -> None:
+            said = self.publisher.run(name, *arguments)
+            self.tell(name, *arguments, "->", said)
+
+        self.threads.begin(work, 0.0)
+
+    def _start(self, replica: Replica) -> None:
+        if replica.is_down:
+            self._watch(replica.start())
+
+    def _watch(self, task: asyncio.Task[Any]) -> None:
+        self._work[task] = None
+        task.add_done_callback(self._done)
+
+    def _spawn(self, work: Any) -> None:
+        self._watch(self.loop.create_task(work))
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._work.pop(task, None)
+        if not task.cancelled() and task.exception() is not None:
+            self._wrong = self._wrong or task.exception()
+
+    def _kill(self, replica: Replica, after_s: float) -> None:
+        host = replica.host
+        for each in self.tasks_of(host):
+            self._work.pop(each, None)
+        replica.kill()
+        self.wires.listening.pop(replica.port, None)
+        self.wires.cut(lambda wire: wire.host is host)
+        self.faults.happened(f"kill {replica.number}")
+        self.loop.call_later(after_s, self._start, replica, context=context_of(None))
+
+    async def _restart(self, replica: Replica) -> None:
+        if replica.is_up:
+            host, stopping = replica.host, replica.stop()
+            while not (stopping.done() or host.is_dead):
+                await asyncio.wait({stopping}, timeout=1.0)
+            await asyncio.sleep(0.5)
+            if not host.is_dead:
+                self.rules.gone(replica, host)
+                self._start(replica)
+            self.faults.happened(f"restart {replica.number}")
+
+    # -- calls
+
+    async def _call(self, call: Call) -> None:
+        replica = self.replicas[call.replica]
+        for each in call.questions:
+            if each.history:
+                self.sent[each.id][each.history] = self.loop.time()
+        asked = self.rules.asked(call, replica)
+        asking = self.loop.create_task(self._asked(call.request(), replica, call.leaves_after_s))
+        reply = await asking
+        if reply is not None:
+            told = self.rules.answered(asked, reply)
+            self.rules.step()
+            self.answered.update(each[0] if isinstance(each, tuple) else str(each) for each in told)
+            self.tell("answer", call.replica, *told)
+
+    async def _asked(
+        self, request: bytes, replica: Replica, leaves_after_s: float | None
+    ) -> Reply | None:
+        """The reply; a connection that was kept too long is replaced by another one. None: the caller left."""
+        kept = self._clients.setdefault(replica.port, [])
+        while (client := kept.pop() if kept else await self._connected(replica)) is not None:
+            asking = self.loop.create_task(client.ask(request))
+            await asyncio.wait({asking}, timeout=leaves_after_s)
+            if not asking.done():
+                client.leave()
+                await asyncio.wait({asking})
+                return None
+            reply = asking.result()
+            if reply.status == 0 and client.answers:
+                continue
+            if not client.is_lost:
+                kept.append(client)
+            return reply
+        return None
+
+    async def _connected(self, replica: Replica) -> Client | None:
+        client = Client()
+        try:
+            await self.wires.connect(client, replica.port)
+        except OSError:
+            return None
+        return client
+
+    def _close(self) -> None:
+        self.threads.stop()
+        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of dead hosts
+        sys.unraisablehook = _unheard
+        for _, task in self._tasks:
+            if not task.done():
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                coroutine: Any = task.get_coro()
+                with contextlib.suppress(BaseException):
+                    coroutine.close()
+        self.loop.close()
+
+
+_CURRENT: list[Simulation] = []
+
+
+class _Now:
+    """The simulation that runs now, as the process that code takes its clocks and threads from."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **options: getattr(_CURRENT[-1], name)(*arguments, **options)
+
+
+class _Errors(logging.Handler):
+    """Hears what is logged as an error, but for what is rightly one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps it for the rules."""
+        said, error = record.getMessage(), record.exc_info and record.exc_info[1]
+        is_of_world = isinstance(error, LarderError | OSError | redis.exceptions.RedisError)
+        is_news = not (is_of_world and any(each in said for each in NO_NEWS))
+        if _CURRENT and is_news and record.name != "larder.requests":
+            _CURRENT[-1].errors.append(f"{said}: {error!r}")
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """While it lasts, this process is that of simulations, one after the other."""
+    substitution.import_all()
+    replaced = {
+        **substitution.replacements(_Now()),
+        **MODELLED,
+        settle: lambda: None,
+        memory_available_bytes: lambda: 1 << 30,
+        disk_free_bytes: lambda _folder: 1 << 30,
+    }
+
+    def opened(
+        store: Any,
+        generation: str,
+        *,
+        epoch: int,
+        published_at: float,
+        blocklist: Blocklist,
+        **_: Any,
+    ) -> Snapshot:
+        return _CURRENT[-1].open(store, generation, epoch, published_at, blocklist)
+
+    real_open, kernels, hook = Snapshot.__dict__["open"], loader.kernels, sys.unraisablehook
+    root, errors = logging.getLogger(), _Errors(logging.ERROR)
+    Snapshot.open = opened  # type: ignore[method-assign]
+    loader.kernels = pure
+    handlers, root.handlers = root.handlers, [errors]
+    try:
+        with substitution.substituted(replaced):
+            yield
+    finally:
+        root.handlers = handlers
+        Snapshot.open, loader.kernels = real_open, kernels  # type: ignore[method-assign]
+        sys.unraisablehook = hook
+
+
+def _unheard(_unraisable: Any) -> None:
+    """What is left of a dead host says nothing."""

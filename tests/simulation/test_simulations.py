@@ -1,0 +1,121 @@
+"""Random simulations of the serving side: no rule breaks, a seed repeats itself, and planted mistakes are found."""
+
+import multiprocessing
+import os
+import random
+import time
+
+import pytest
+
+from tests.simulation.defects import BIASES, DEFECTS, planted
+from tests.simulation.rules import Broken
+from tests.simulation.scenarios import Bias, scenario
+from tests.simulation.shrinking import shrunk, told
+from tests.simulation.simulation import START, Simulation, installed
+
+SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
+QUICK, STORM, BLOCK = 200, 20_000, 10
+SEEDS_MAX = 2_000
+"""Until a planted mistake is found, from seed 0 on: the same ones in every run."""
+
+STEPS_MAX = 10
+"""Steps that a failure is shrunk to at most."""
+
+SELDOM = {
+    "an older epoch is followed",
+    "ready answers outlive their snapshot",
+    "recent names are read by a thread",
+    "who leaves takes the flight along",
+}
+"""Mistakes that take more than a few seconds to show."""
+
+
+def run_from(first: int) -> tuple[float, str]:
+    """Runs a block of seeds; virtual seconds, and what went wrong first, made small."""
+    virtual_s = 0.0
+    with installed():
+        for seed in range(first, first + BLOCK):
+            simulation = Simulation(seed, scenario(seed))
+            try:
+                simulation.run()
+            except Broken:
+                return virtual_s, told(*shrunk(seed, simulation.steps))
+            virtual_s += simulation.loop.time() - START
+    return virtual_s, ""
+
+
+def run(count: int, first: int) -> str:
+    """Runs `count` seeds from this one on, on every core; what they saw."""
+    began, virtual_s = time.perf_counter(), 0.0
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        for more_s, wrong in pool.imap_unordered(run_from, range(first, first + count, BLOCK)):
+            if wrong:
+                pytest.fail(wrong)
+            virtual_s += more_s
+    seconds = time.perf_counter() - began
+    return (
+        f"from seed {first}: {count:,} simulations, {virtual_s / 3600:,.1f} hours in {seconds:.0f} s, "
+        f"{virtual_s / seconds:,.0f} times as fast as a clock"
+    )
+
+
+def test_no_rule_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(QUICK, 0)  # the same ones in every run; the long count looks for new ones
+    with capsys.disabled():
+        print(said)
+
+
+@pytest.mark.storm
+def test_no_rule_breaks_in_twenty_thousand_simulations(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(STORM, SEED * 1_000_000)
+    with capsys.disabled():
+        print(said)
+
+
+def digest(seed: int) -> str:
+    """Hash of what happens under a seed."""
+    with installed():
+        return Simulation(seed, scenario(seed)).run()
+
+
+def test_a_seed_repeats_itself_in_any_process() -> None:
+    print(f"seed {SEED} (LARDER_SEED repeats it)")
+    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
+        first, second = pool.map(digest, [SEED, SEED], chunksize=1)
+    assert first == second == digest(SEED)
+
+
+def found(name: str) -> int:
+    """The first seed under which a planted mistake shows, and without it nothing does."""
+    bias = BIASES.get(name, Bias())
+    with installed():
+        for seed in range(SEEDS_MAX):
+            steps = scenario(seed, bias)
+            try:
+                with planted(name):
+                    Simulation(seed, steps).run()
+            except Broken:
+                Simulation(seed, steps).run()  # it was the mistake that broke it
+                return seed
+    pytest.fail(f"{SEEDS_MAX} simulations did not notice that {name}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] if each in SELDOM else [])
+        for each in sorted(DEFECTS)
+    ],
+)
+def test_a_planted_mistake_is_found(name: str) -> None:
+    print(f"{name}: seed {found(name)}")
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("name", sorted(DEFECTS))
+def test_a_planted_mistake_is_told_in_few_steps(name: str) -> None:
+    seed = found(name)
+    with installed(), planted(name):
+        failure = shrunk(seed, scenario(seed, BIASES.get(name, Bias())))
+    print(told(*failure))
+    assert len(failure[1]) <= STEPS_MAX

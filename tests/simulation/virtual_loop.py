@@ -1,0 +1,141 @@
+"""An event loop whose time jumps to the next timer, and whose sockets are wires in memory."""
+
+import asyncio
+import heapq
+from asyncio import events
+from collections.abc import Callable
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, Protocol
+
+HOST: ContextVar["Host | None"] = ContextVar("host", default=None)
+"""The host whose code runs; None: the network, Redis, callers."""
+
+
+class Host:
+    """A machine of the simulation: everything that began on it ends with it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_dead = False
+        self.up_since = 0.0
+        self.clock_ahead_s = 0.0
+        """Seconds by which its wall clock is ahead of the others'."""
+
+
+class Network(Protocol):
+    """Protocol of what connects and listens."""
+
+    async def connect(self, protocol: asyncio.BaseProtocol, port: int) -> asyncio.Transport:
+        """A connection to whoever listens on that port; raises OSError where nobody does."""
+        ...
+
+    def listen(self, made: Callable[[], asyncio.BaseProtocol], port: int) -> asyncio.AbstractServer:
+        """Has connections made for whoever connects to that port."""
+        ...
+
+
+class Stuck(AssertionError):
+    """Nothing is ready, and nothing ever will be."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Runs callbacks in the order in which asyncio would; what is due later is due at once, in order of time.
+
+    A callback belongs to the host in whose context it was made, and never runs once that host is dead.
+    """
+
+    def __init__(self, network: Network, start: float) -> None:
+        super().__init__()
+        self._network = network
+        self._now = start
+        self._clock_resolution = 1e-9
+        self._selector = self
+        self.stalled_s = 0.0
+        """Seconds in which nothing ran, in all."""
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._now
+
+    def select(self, timeout: float | None) -> tuple[()]:
+        """Jumps to the next timer: there is nothing to wait for."""
+        if timeout is None:
+            raise Stuck("every task waits, and no timer is set")
+        if timeout > 0:
+            self._now = max(self._now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        return ()
+
+    def _process_events(self, _found: tuple[()]) -> None:
+        """Nothing is selected."""
+
+    def _write_to_self(self) -> None:
+        """Nobody sleeps."""
+
+    def _call_soon(
+        self, callback: Callable[..., Any], args: Any, context: Context | None
+    ) -> asyncio.Handle:
+        handle = events.Handle(callback, args, self, context)
+        if not _is_of_the_dead(handle):
+            self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Runs the callback at a time, unless its host is dead by then."""
+        timer = events.TimerHandle(when, callback, args, self, context)
+        if not _is_of_the_dead(timer):
+            heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+            timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+    def stall(self, seconds: float) -> None:
+        """Lets time pass in which nothing runs: a collection, a long callback, a process that is not scheduled."""
+        self._now += seconds
+        self.stalled_s += seconds
+
+    def kill(self, host: Host) -> None:
+        """Ends everything on a host at once: nothing of it runs any more, not even what would clean up."""
+        host.is_dead = True
+        for handle in (*self._ready, *self._scheduled):  # type: ignore[attr-defined]
+            if _is_of_the_dead(handle):
+                handle.cancel()
+
+    async def create_connection(  # type: ignore[override]
+        self,
+        protocol_factory: Callable[[], asyncio.BaseProtocol],
+        host: str | None = None,
+        port: int | None = None,
+        **_options: Any,
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        """A wire to whoever listens on the port."""
+        protocol = protocol_factory()
+        return await self._network.connect(protocol, port or 0), protocol
+
+    async def create_server(  # type: ignore[override]
+        self,
+        protocol_factory: Callable[[], asyncio.BaseProtocol],
+        host: str | None = None,
+        port: int | None = None,
+        *,
+        sock: Any = None,
+        **_options: Any,
+    ) -> asyncio.AbstractServer:
+        """Listens on the port of what stands for a socket."""
+        return self._network.listen(protocol_factory, sock.port)
+
+
+def _is_of_the_dead(handle: asyncio.Handle) -> bool:
+    host = handle._context.get(HOST)  # type: ignore[attr-defined]
+    return host is not None and host.is_dead
+
+
+def context_of(host: Host | None) -> Context:
+    """A context in which code of that host runs."""
+    context = copy_context()
+    context.run(HOST.set, host)
+    return context

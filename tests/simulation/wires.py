@@ -1,0 +1,235 @@
+"""Connections in memory: bytes arrive in order, after a delay, perhaps in pieces, late, or never."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.virtual_loop import HOST, Host, VirtualLoop
+
+NEAR_S, FAR_S = 0.00005, 0.002
+"""Seconds that bytes take at least, and mostly at most."""
+
+
+@dataclass(slots=True)
+class Link:
+    """What a host and the rest of the world hear of each other. While anything holds it, bytes wait."""
+
+    holds: int = 0
+    slow_s: float = 0.0
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Wire(asyncio.Transport):
+    """One end of a connection; the other end's protocol hears what is written here."""
+
+    def __init__(self, wires: "Wires", protocol: asyncio.BaseProtocol, link: Link) -> None:
+        super().__init__()
+        self._wires = wires
+        self._protocol = protocol
+        self._link = link
+        self._context = copy_context()
+        self._is_closing = False
+        self._arrives_at = 0.0
+        self.other: Wire
+
+    @property
+    def host(self) -> Host | None:
+        """Whose end this is."""
+        return self._context.get(HOST)
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Hands the connection over."""
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        """Who hears what arrives."""
+        return self._protocol
+
+    def is_closing(self) -> bool:
+        """True once it was closed here or there."""
+        return self._is_closing
+
+    def write(self, data: Any) -> None:
+        """Sends bytes."""
+        if data and not self._is_closing:
+            for piece in self._wires.pieces(bytes(data)):
+                self._send(self.other._hear, piece)
+
+    def writelines(self, list_of_data: Any) -> None:
+        """Sends all of it."""
+        self.write(b"".join(list_of_data))
+
+    def close(self) -> None:
+        """Ends the connection behind what was written."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._send(self.other._lose)
+            self._wires.loop.call_soon(self._lost, context=self._context)
+
+    def abort(self) -> None:
+        """Ends the connection."""
+        self.close()
+
+    def pause_reading(self) -> None:
+        """What arrives is heard all the same: nobody here sends without end."""
+
+    def resume_reading(self) -> None:
+        """See `pause_reading`."""
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Nothing is buffered."""
+
+    def get_write_buffer_size(self) -> int:
+        """Nothing is buffered."""
+        return 0
+
+    def can_write_eof(self) -> bool:
+        """Nobody closes half of a connection."""
+        return False
+
+    def cut(self) -> None:
+        """Ends the connection on both ends, what is under way lost."""
+        for each in (self, self.other):
+            self._wires.ends.pop(each, None)
+            if not each._is_closing:
+                each._is_closing = True
+                self._wires.loop.call_soon(each._lost, context=each._context)
+
+    def _send(self, hear: Callable[..., None], *arguments: Any) -> None:
+        loop = self._wires.loop
+        when = loop.time() + self._wires.delay_s(self._link)
+
+        def go() -> None:
+            # Never at one moment: timers of the same time run in no order.
+            self._arrives_at = max(when, loop.time(), self._arrives_at + 1e-6)
+            loop.call_at(self._arrives_at, hear, *arguments, context=self.other._context)
+
+        if self._link.holds:
+            self._link.waiting.append(go)
+        else:
+            go()
+
+    def _hear(self, data: bytes) -> None:
+        if not self._is_closing:
+            self._protocol.data_received(data)  # type: ignore[attr-defined]
+
+    def _lose(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._lost()
+
+    def _lost(self) -> None:
+        self._protocol.connection_lost(None)
+        self._wires.ends.pop(self, None)
+
+
+class Server(asyncio.AbstractServer):
+    """Somebody who listens."""
+
+    def __init__(self, wires: "Wires", port: int) -> None:
+        self._wires = wires
+        self._port = port
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._wires.listening.pop(self._port, None)
+
+    async def wait_closed(self) -> None:
+        """It is."""
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        """The only one."""
+        return self._wires.loop
+
+    def is_serving(self) -> bool:
+        """True until it is closed."""
+        return self._port in self._wires.listening
+
+    async def start_serving(self) -> None:
+        """It does from the start."""
+
+    async def serve_forever(self) -> None:
+        """Nobody waits for that."""
+
+    @property
+    def sockets(self) -> tuple[()]:
+        """None."""
+        return ()
+
+
+class Wires:
+    """All connections and listeners; delays come from one seeded source."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.loop: VirtualLoop
+        self.listening: dict[int, tuple[Callable[[], asyncio.BaseProtocol], Context]] = {}
+        self.ends: dict[Wire, None] = {}
+        self.torn = 0.0
+        """Chance that bytes arrive in two pieces."""
+        self._rng = rng
+        self._links: dict[tuple[str, int], Link] = {}
+
+    def link(self, name: str, port: int) -> Link:
+        """The link between a host and whoever listens on a port, or calls the host on it."""
+        return self._links.setdefault((name, port), Link())
+
+    def delay_s(self, link: Link) -> float:
+        """Seconds that bytes are under way: mostly few, now and then many."""
+        slow = self._rng.random() < 0.02
+        return NEAR_S + self._rng.random() * (FAR_S * (4 if slow else 1)) + link.slow_s
+
+    def pieces(self, data: bytes) -> list[bytes]:
+        """The bytes as they arrive."""
+        if self.torn and len(data) > 1 and self._rng.random() < self.torn:
+            at = self._rng.randrange(1, len(data))
+            return [data[:at], data[at:]]
+        return [data]
+
+    async def connect(self, protocol: asyncio.BaseProtocol, port: int) -> asyncio.Transport:
+        """A connection; raises ConnectionRefusedError where nobody listens."""
+        link = self._link_of(port)
+        await asyncio.sleep(self.delay_s(link))
+        if link.holds:  # who connects across a broken link hears nothing until it is mended
+            mended = asyncio.Event()
+            link.waiting.append(mended.set)
+            await mended.wait()
+        found = self.listening.get(port)
+        if found is None:
+            raise ConnectionRefusedError(f"nobody listens on {port}")
+        made, context = found
+        here = Wire(self, protocol, link)
+        there = context.run(lambda: Wire(self, made(), link))
+        there._context = context
+        here.other, there.other = there, here
+        self.ends |= {here: None, there: None}
+        self.loop.call_soon(there._protocol.connection_made, there, context=context)
+        protocol.connection_made(here)
+        return here
+
+    def listen(self, made: Callable[[], asyncio.BaseProtocol], port: int) -> asyncio.AbstractServer:
+        """Listens, in the context of whoever calls."""
+        self.listening[port] = made, copy_context()
+        return Server(self, port)
+
+    def _link_of(self, port: int) -> Link:
+        host = HOST.get()
+        if host is None and port in self.listening:  # a caller, who is on no host
+            host = self.listening[port][1].get(HOST)
+        return self.link("" if host is None else host.name, port)
+
+    def release(self, link: Link) -> None:
+        """One thing less holds it; what waited for the last one arrives."""
+        link.holds -= 1
+        if link.holds:
+            return
+        waiting, link.waiting = link.waiting, []
+        for go in waiting:
+            go()
+
+    def cut(self, of: Callable[[Wire], bool]) -> None:
+        """Breaks connections."""
+        for each in [each for each in self.ends if of(each)]:
+            each.cut()
