@@ -21,10 +21,10 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs check format bench torch-env feast-env audit-env audit licences lock clean
+.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env feast-env audit-env audit licences lock clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(READY)  ## the environment in .venv, from the lock file
 
@@ -48,10 +48,16 @@ test: env  ## the quick tests, with a real Redis and a real Airflow
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not storm and not slow and not installs"
 
 storm: env  ## the long counts, with a printed seed
-	@$(PYTEST) -m "storm or slow"
+	@$(PYTEST) -m "storm or slow" --ignore=tests/upgrade
 
 installs: env  ## each lock and each extra in an environment of its own, its program run once
 	@$(PYTEST) -m installs
+
+# One data set unless another is asked for: what is compared are releases, not seeds.
+upgrade-test: SEED := 0
+upgrade-test: env  ## the last tagged release beside this one: nights, services and roll backs of both
+	@echo "beside $$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || echo 'no tag')"
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -x -m slow tests/upgrade
 
 check: env  ## lint, format, types, layers
 	@$(BIN)/ruff check -q .

@@ -67,6 +67,12 @@ class CorruptArtefact(LarderError):
     code = "corrupt_artefact"
 
 
+class UnknownFormat(CorruptArtefact):
+    """Whole and of another release: a version that this one does not read. Nothing is to be repaired or replaced."""
+
+    code = "unknown_format"
+
+
 class UnfitValue(LarderError):
     """A number that its record's dtype cannot hold (non-finite, too large, or lost to zero)."""
 

@@ -10,12 +10,13 @@ import orjson
 
 from cache.errors import CorruptArtefact
 from cache.format.records.layout import Kind, Layout
+from cache.formats import FORMATS, MANIFEST, demand
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-MANIFEST_FORMAT: Final = 1
-"""Version of the manifest's fields; that of the records in the pages is their own."""
+MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written
+"""Version of the manifest's fields and of the files it lists; that of the records in the pages is their own."""
 
 EntityKind = Literal["user", "item"]
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
@@ -185,10 +186,7 @@ class Manifest:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
             data = orjson.loads(raw)
-            if data["format"] != MANIFEST_FORMAT:
-                raise CorruptArtefact(
-                    f"manifest of format {data['format']}, this program reads {MANIFEST_FORMAT}"
-                )
+            demand(MANIFEST, data["format"], f"the manifest of {data.get('generation')}")
             return _reader().validate_json(raw)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise CorruptArtefact(f"not a manifest: {error}") from error

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Final
 
-KEYSPACE_VERSION: Final = 1
+from cache.formats import FORMATS, KEYS
+
+KEYSPACE_VERSION: Final = FORMATS[KEYS].written
 """Version of all keys in Redis: with another one, everything there is somebody else's."""
 
 
@@ -36,7 +38,11 @@ class Keyspace:
     @property
     def replicas(self) -> str:
         """Sorted set of serving replicas by heartbeat."""
-        return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:replicas"
+        return self.replicas_of(KEYSPACE_VERSION)
+
+    def replicas_of(self, version: int) -> str:
+        """The same under another version of the keys."""
+        return f"larder:{version}:{{{self.namespace}}}:replicas"
 
     def hot(self, hour: int) -> str:
         """Sorted set of table and id by how often it was asked for in one hour (since 1970, Redis' clock)."""

@@ -9,6 +9,7 @@ import orjson
 
 from cache.errors import Conflict, CorruptArtefact
 from cache.format.ids import canonical_id
+from cache.formats import BLOCKLIST, demand, stamp, version_of
 from cache.store.artefacts import ArtefactStore
 
 WRITE_TRIES = 16
@@ -33,6 +34,7 @@ class Blocklist:
         """JSON with sorted ids."""
         return orjson.dumps(
             {
+                **stamp(BLOCKLIST),
                 "version": self.version,
                 "items": sorted(raw.decode() for raw in self.items),
                 "entities": sorted(raw.decode() for raw in self.entities),
@@ -46,12 +48,13 @@ class Blocklist:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
             data = orjson.loads(raw)
+            demand(BLOCKLIST, version_of(data))
             ids = (data["items"], data["entities"], data.get("users", ()))
             return cls(
                 data["version"],
                 *(frozenset(canonical_id(each) for each in found) for found in ids),
             )
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise CorruptArtefact(f"not a blocklist: {error}") from error
 
 

@@ -3,13 +3,14 @@
 import hashlib
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Literal, Self, cast, get_args
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, Self, cast, get_args
 
 import orjson
 
-from cache.errors import CorruptArtefact
+from cache.errors import CorruptArtefact, UnknownFormat
 from cache.format.manifest import GENERATION
+from cache.formats import FIELD, POINTER, RELEASE_RECORD, demand, stamp, version_of
 from cache.store.artefacts import ArtefactStore
 from cache.store.packs import pack, read_files
 
@@ -72,13 +73,14 @@ class Release:
     def to_bytes(self) -> bytes:
         """JSON without `done`, which is the existence of a second file."""
         kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "done"}
+        kept |= stamp(RELEASE_RECORD)
         return orjson.dumps(kept, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, done: bool) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            record = cls(**orjson.loads(raw), done=done)
+            record = cls(**_fields(RELEASE_RECORD, raw), done=done)
             numbers = (record.epoch, record.number)
             if not all(isinstance(each, int) for each in numbers) or not isinstance(
                 record.generation, str
@@ -88,7 +90,7 @@ class Release:
                 raise TypeError(f"no action is called {record.action!r}")
             if not _is_number(record.at, LAST_MOMENT):
                 raise TypeError(f"{record.at!r} is no time in Unix seconds")
-        except (orjson.JSONDecodeError, TypeError) as error:
+        except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
             raise CorruptArtefact(f"not a release record: {error}") from error
         return record
 
@@ -119,13 +121,13 @@ class Pointer:
 
     def to_bytes(self) -> bytes:
         """JSON as stored in Redis."""
-        return orjson.dumps(self)
+        return orjson.dumps({**asdict(self), **stamp(POINTER)})
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            data = orjson.loads(raw)
+            data = _fields(POINTER, raw)
             pointer = cls(
                 **{**data, "canary": Canary(**data["canary"]) if data.get("canary") else None}
             )
@@ -150,6 +152,13 @@ class Pointer:
                 raise TypeError(f"{at!r} is no time in Unix seconds")
         if canary and not _is_number(canary.percent, 100):
             raise TypeError(f"a canary of {canary.percent!r} percent")
+
+
+def _fields(name: str, raw: bytes) -> dict[str, Any]:
+    """Fields of a document, its version looked at first: of another one nothing else can be judged."""
+    data: dict[str, Any] = orjson.loads(raw)
+    demand(name, version_of(data))
+    return {field: value for field, value in data.items() if field != FIELD}
 
 
 def _is_number(value: object, largest: float) -> bool:
@@ -242,6 +251,8 @@ def _read(store: ArtefactStore, number: int, raw: bytes, *, done: bool, after: i
             raise CorruptArtefact(f"the record {record.place} under another's name")
         if record.epoch <= after:
             raise CorruptArtefact(f"its epoch {record.epoch} is not above {after}, the one before")
+    except UnknownFormat as error:
+        raise UnknownFormat(f"{intent_path(number)} in {store.url}: {error.message}") from error
     except CorruptArtefact as error:
         path = intent_path(number)
         raise CorruptArtefact(

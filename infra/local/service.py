@@ -20,7 +20,10 @@ class ServiceFailed(RuntimeError):
 
 
 class ServiceProcess:
-    """`python -m serving` (or what stands in for it) on a free loopback port; `url` is set once it answers."""
+    """`python -m serving` (or what stands in for it) on a free loopback port; `url` is set once it answers.
+
+    `root` and `python`: the checkout that it runs from, and its environment.
+    """
 
     def __init__(
         self,
@@ -28,17 +31,19 @@ class ServiceProcess:
         environment: Mapping[str, str],
         *,
         module: str = "serving",
+        root: Path = ROOT,
+        python: Path = Path(sys.executable),
     ) -> None:
         self.url = ""
         self.log = log
-        self._environment = {**os.environ, **environment, "PYTHONPATH": _search_path()}
-        self._module = module
+        self._environment = {**os.environ, **environment, "PYTHONPATH": _search_path(root)}
+        self._command: list[str | Path] = [python, "-m", module, "--port", "0"]
+        self._root = root
         self._process: Guarded | None = None
 
     def __enter__(self) -> Self:
         self.log.unlink(missing_ok=True)
-        command = [sys.executable, "-m", self._module, "--port", "0"]
-        self._process = Guarded(command, log=self.log, env=self._environment, cwd=ROOT)
+        self._process = Guarded(self._command, log=self.log, env=self._environment, cwd=self._root)
         try:
             self.url = self._announced()
         except BaseException:
@@ -68,5 +73,5 @@ class ServiceProcess:
         raise ServiceFailed(f"the service did not come up within {START_S:.0f} s")
 
 
-def _search_path() -> str:
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+def _search_path(root: Path) -> str:
+    return os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))

@@ -11,6 +11,7 @@ import orjson
 
 from cache.errors import BundleError, StoreError, UnknownGeneration
 from cache.format.manifest import Artefact, Model
+from cache.formats import FIELD, FORMATS, STAGES, demand, stamp
 from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.settings import NightConfig
@@ -34,6 +35,8 @@ def generation_id(
     """`data_until` in UTC and a digest of everything that decides the result: a retry finds its own work."""
     whole = hashlib.sha256(config.semantic())
     whole.update(f"|{bundle_digest}|{inputs_digest}".encode())
+    if (stages := FORMATS[STAGES].written) > 1:  # a release with other stages begins anew
+        whole.update(f"|stages {stages}".encode())
     return f"{cut.astimezone(UTC):{CUT_FORMAT}}-{whole.hexdigest()[:12]}"
 
 
@@ -86,7 +89,7 @@ class Build:
 
     def report(self, name: str, value: Mapping[str, Any]) -> None:
         """Finish a step: its report is written last, so it proves that the files before it are whole."""
-        write_json(self.path(f"work/{name}.json"), value)
+        write_json(self.path(f"work/{name}.json"), {**value, **stamp(STAGES)})
         self.finish(f"work/{name}.json")
 
     def read_report(self, name: str) -> dict[str, Any] | None:
@@ -95,6 +98,7 @@ class Build:
         if raw is None:
             return None
         found: dict[str, Any] = orjson.loads(raw)
+        demand(STAGES, found.pop(FIELD, 1), f"work/{name}.json of {self.generation}")
         return found
 
     def need(self, name: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from cache.errors import BundleError
 from cache.format.ids import ID_BYTES_MAX
 from cache.format.manifest import EntityKind
+from cache.formats import BUNDLE, unread
 from cache.model.ranking import Metric
 from cache.model.tower import Tower
 from cache.model.tower_spec import TowerSpec
@@ -23,7 +24,6 @@ from precompute.bundles.digests import sha256_unchanged
 from precompute.sources.columns import raws_of
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
-FORMAT = 1
 FILE = "bundle.json"
 ITEMS_FILE = "items.parquet"
 
@@ -87,10 +87,8 @@ class Bundle:
             data = orjson.loads(raw)
         except (OSError, orjson.JSONDecodeError) as error:
             raise BundleError(f"{path} holds no readable {FILE}: {error}") from error
-        if data.get("format") != FORMAT:
-            raise BundleError(
-                f"{FILE} has format {data.get('format')}, this program reads {FORMAT}"
-            )
+        if (why := unread(BUNDLE, data.get("format"), FILE)) is not None:
+            raise BundleError(why)
         try:
             dims, metric = int(data["dims"]), data["metric"]
             listed = [

@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.format.manifest import EntityKind
+from cache.formats import BUNDLE, FORMATS
 from cache.model.ranking import Metric
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import sha256_of, write_atomically
-from precompute.bundles.bundle import FILE, FORMAT, ITEMS_FILE, Bundle
+from precompute.bundles.bundle import FILE, ITEMS_FILE, Bundle
 from precompute.sources.columns import strings_of
 
 
@@ -46,7 +47,7 @@ def write_bundle(
     (path / FILE).unlink(missing_ok=True)
     pq.write_table(pa.table({"id": strings_of(item_ids)}), path / ITEMS_FILE)
     data: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FORMATS[BUNDLE].written,
         "name": name,
         "version": version,
         "dims": dims,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import redis
 
-from cache.errors import Conflict, CorruptArtefact, Refused
+from cache.errors import Conflict, CorruptArtefact, Refused, UnknownFormat
 from cache.format.redis_keys import Keyspace
 from cache.l2.errors import translated as translated
 from cache.l2.sync_clients import home, masters
@@ -104,6 +104,8 @@ class Control:
         raw: Any = self.client.get(self.keys.live)
         try:
             return None if raw is None else Pointer.from_bytes(raw)
+        except UnknownFormat as error:
+            raise UnknownFormat(f"the key {self.keys.live}: {error.message}") from error
         except CorruptArtefact as error:
             raise CorruptArtefact(
                 f"the key {self.keys.live} holds no pointer of Larder ({error.message}): run "
@@ -169,7 +171,9 @@ class Control:
             generation = name.decode(errors="replace")
             try:
                 found[generation] = Row.from_bytes(value)
-            except (ValueError, TypeError, KeyError) as error:
+            except UnknownFormat as error:
+                raise UnknownFormat(f"{generation}: {error.message}") from error
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CorruptArtefact(
                     f"the registry row of {generation} in namespace {self.keys.namespace} cannot be read "
                     f"({type(error).__name__}: {error}): remove it with `redis-cli HDEL {self.keys.generations} "

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from cache.errors import Conflict, CorruptArtefact
 from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
+from cache.formats import ERASURE, FIELD, demand, stamp, version_of
 from cache.store.artefacts import ArtefactStore
 from cache.store.packs import pack, read_files
 from precompute.sources.columns import Ids
@@ -157,7 +158,7 @@ def request(
         number = max((each.number for each in erasures), default=0) + 1
         asked = Erasure(number, raw.decode(), kind, at, was_blocked)
         fields = ("number", "entity", "kind", "at", "was_blocked")
-        body = _json({name: getattr(asked, name) for name in fields})
+        body = _json({name: getattr(asked, name) for name in fields} | stamp(ERASURE))
         if store.write_once(_path(number, "json"), body):
             return asked
         known = None
@@ -188,11 +189,13 @@ def demand_unerased(store: ArtefactStore, items: Collection[bytes]) -> None:
 def _read(files: Mapping[str, bytes], number: int) -> Erasure:
     data = _load(files, _path(number, "json"))
     try:
+        demand(ERASURE, version_of(data), _path(number, "json"))
+        data.pop(FIELD, None)
         canonical_id(data["entity"])
         if data["number"] != number or data["kind"] not in ("user", "item"):
             raise ValueError("number or kind do not fit")
         return Erasure(**data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptArtefact(f"{_path(number, 'json')} is no erasure: {error}") from error
 
 

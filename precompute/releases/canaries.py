@@ -74,6 +74,7 @@ class Canaries(Moves):
         demand("canary", generation, view.state(generation))
         self._demand_newer(generation, view.ledger.live)
         self._demand_gates(generation, view.ledger.live, verified)
+        self._demand_readers(generation)
         self._know(generation, view)
         return view.pointer
 

@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cache.errors import Conflict, UnknownGeneration
+from cache.formats import FORMATS, MANIFEST, RELEASE
 from cache.store.artefacts import read_manifest
 from cache.store.releases import MOVES, Action, Pointer
+from precompute.control.reader_formats import MOVES as MOVE_FORMATS
+from precompute.control.reader_formats import demand_readers
 from precompute.control.rows import Row
 from precompute.control.states import ALLOWED, State, demand, fold
 from precompute.releases.judgements import Judgements
@@ -44,6 +47,14 @@ class Moves(Judgements):
                 f"run `verify {generation}` again",
                 generation=generation, baseline=baseline, live=live,
             )  # fmt: skip
+
+    def _demand_readers(self, generation: str) -> None:
+        """Raises Refused unless every replica that beats reads that generation and this release's pointer."""
+        with files_of(generation):
+            version = read_manifest(self.store, generation).format
+        demand_readers(self.control, {MANIFEST: version}, f"{generation} has")
+        formats = {name: FORMATS[name].written for name in MOVE_FORMATS}
+        demand_readers(self.control, formats, f"this release ({RELEASE}) writes")
 
     def _demand_newer(self, generation: str, live: str | None) -> None:
         if live is not None and generation[:CUT_CHARS] < live[:CUT_CHARS]:

@@ -63,6 +63,7 @@ class Releases(Canaries):
         demand("publish", generation, view.state(generation))
         self._demand_newer(generation, view.ledger.live)
         self._demand_gates(generation, view.ledger.live, verified)
+        self._demand_readers(generation)
         # No page may belong to a generation that the registry does not know.
         self._know(generation, view)
         return None
@@ -108,6 +109,7 @@ class Releases(Canaries):
             return view.pointer
         view.demand_agreement()
         demand("roll_back", target, view.ledger.state(target))
+        self._demand_readers(target)
         self._know(target, view)
         return None
 

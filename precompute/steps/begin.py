@@ -26,6 +26,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig, parse_time
+from precompute.control.reader_formats import demand_readers_of_night
 from precompute.control.states import State, demand
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.erasures.host_records import note_left_out
@@ -71,6 +72,7 @@ def run(
         )
     with open_releases(config) as releases:  # before hours of work that could not be published
         sweep_copies(releases.store)
+        demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
         _demand_publishable(releases, cut, is_chosen=data_until is not None)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from cache.errors import CorruptArtefact, LarderError, TierUnavailable, masked
+from cache.errors import CorruptArtefact, LarderError, TierUnavailable, UnknownFormat, masked
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Pointer
@@ -131,7 +131,10 @@ class Follower:
             pointer = None if raw is None else Pointer.from_bytes(raw)
         except (TierUnavailable, CorruptArtefact) as error:
             unreachable = isinstance(error, TierUnavailable)
-            self._mark("redis_unreachable" if unreachable else "pointer_corrupt")
+            if unreachable:
+                self._mark("redis_unreachable")
+            else:
+                self._mark("pointer_corrupt", str(error))
             await self._start_from_releases(None)
             return
         self.staged.hear(note)
@@ -194,7 +197,13 @@ class Follower:
             if not isinstance(live, Pointer):
                 self.shelf.take(live, pointer)
         except Exception as error:  # whatever is wrong with it, the old one goes on
-            log.exception("generation %s cannot be loaded", pointer.generation)
+            is_known = isinstance(error, UnknownFormat)
+            log.error(
+                "generation %s cannot be loaded: %s",
+                pointer.generation,
+                error,
+                exc_info=not is_known,
+            )
             await self._give_up(pointer, str(error))
             return
         if isinstance(live, Pointer):
@@ -270,8 +279,8 @@ class Follower:
         if previous is not None and self.holding is not None and self.pursuit.followed is pointer:
             self.shelf.put(dataclasses.replace(self.holding, previous=previous))
 
-    def _mark(self, why: str) -> None:
-        self.note("pointer", why)
+    def _mark(self, why: str, remedy: str = "") -> None:
+        self.note("pointer", why, remedy)
         self._metrics.refreshes.labels(why).inc()
 
     def _unmark(self) -> None:

@@ -38,8 +38,8 @@ class Staged:
         """Takes in the staging note as it stands in Redis; one that cannot be read asks for nothing."""
         try:
             self._note = None if raw is None else Staging.from_bytes(raw)
-        except CorruptArtefact:
-            log.warning("the staging note cannot be read: nothing is held ready", exc_info=True)
+        except CorruptArtefact as error:
+            log.warning("the staging note cannot be read, nothing is held ready: %s", error)
             self._note = None
 
     def expected(self, live: str | None) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cache.formats import HEARTBEAT, RELEASE, served_formats, stamp
 from serving.generations.holder import Swap
 from serving.generations.pointer_follower import Follower
 from serving.generations.redis_clock import RedisClock
@@ -44,6 +45,9 @@ class Heartbeat:
             "l2_p99_ms": self.l2_p99_ms(),
             "canary": self.canary(),
             "overlay_ttl_s": self.overlay_ttl_s,
+            **stamp(HEARTBEAT),
+            "release": RELEASE,
+            "reads": served_formats(),
             **({} if self.host is None else self.host.left),
         }
 

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError
+from cache.formats import FORMATS, RECORD
 
 Kind = Literal["topk", "vector", "value"]
 Precision = Literal["f2", "f4", "i1"]
 
-RECORD_FORMAT: Final = 1
+RECORD_FORMAT: Final = FORMATS[RECORD].written
 """Format of a record, the high nibble of its flags: 1 to 14."""
 
 

@@ -1,7 +1,6 @@
 """One description of a record: dtype, offsets and every reader of bytes by position follow it."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -95,17 +94,12 @@ def test_nobody_else_knows_a_place_in_a_record_by_number() -> None:
 
 
 PROGRAM = """
-import importlib.machinery, json, re, sys
+import json, sys
 
-compiled = importlib.machinery.SourceFileLoader.source_to_code
+from cache.formats import FORMATS
 
-
-def edited(self, data, *given, **named):
-    data = re.sub(rf"(?m)^({sys.argv[1]}: Final) = 1$", r"\\1 = 2", bytes(data).decode())
-    return compiled(self, data.encode(), *given, **named)
-
-
-importlib.machinery.SourceFileLoader.source_to_code = edited
+if sys.argv[1] in FORMATS:
+    FORMATS[sys.argv[1]] = FORMATS[sys.argv[1]]._replace(written=2, newest=2)
 import numpy as np
 from cache.format.redis_keys import Keyspace
 from cache.format.manifest import MANIFEST_FORMAT, Manifest
@@ -124,18 +118,16 @@ print(json.dumps([peek_format(record), json.loads(manifest.to_bytes())["format"]
     ("changed", "expected"),
     [
         ("NONE", [1, 1, "larder:1:{shop}:live"]),
-        ("RECORD_FORMAT", [2, 1, "larder:1:{shop}:live"]),
-        ("MANIFEST_FORMAT", [1, 2, "larder:1:{shop}:live"]),
-        ("KEYSPACE_VERSION", [1, 1, "larder:2:{shop}:live"]),
+        ("record", [2, 1, "larder:1:{shop}:live"]),
+        ("manifest", [1, 2, "larder:1:{shop}:live"]),
+        ("Redis keys", [1, 1, "larder:2:{shop}:live"]),
     ],
 )
-def test_each_version_changes_alone(changed: str, expected: list[object], tmp_path: Path) -> None:
+def test_each_version_changes_alone(changed: str, expected: list[object]) -> None:
     """It was one number: a new format of records would have moved the pointer, and old replicas seen it vanish."""
     said = subprocess.run(
         [sys.executable, "-c", PROGRAM, changed],
         cwd=ROOT,
-        env=os.environ
-        | {"PYTHONPYCACHEPREFIX": str(tmp_path)},  # nothing compiled from the sources as they are
         check=True,
         capture_output=True,
     ).stdout

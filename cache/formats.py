@@ -1,0 +1,105 @@
+"""Formats that cross between releases: the version that this release writes of each, and those that it reads. Pure.
+
+`docs/reference/formats.md` says who writes and reads each, and what becomes of a version that is not read.
+"""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from cache.errors import UnknownFormat
+
+RELEASE: Final = "0.2.0.dev0"
+"""Name of this release, as in pyproject.toml; heartbeats and refusals tell it."""
+
+FIELD: Final = "format"
+"""Field of a version. A document without it has version 1: release 0.1.0 wrote none, and refuses unknown fields."""
+
+
+class Format(NamedTuple):
+    """Format by name: the version written, the oldest and newest that are read, whether the service reads it.
+
+    Support window: `oldest` is at most what the release before wrote.
+    """
+
+    name: str
+    written: int = 1
+    oldest: int = 1
+    newest: int = 1
+    is_served: bool = False
+
+    @property
+    def reads(self) -> str:
+        """Versions that are read, in words."""
+        return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+
+KEYS: Final = "Redis keys"
+MANIFEST: Final = "manifest"
+RECORD: Final = "record"
+POINTER: Final = "pointer"
+STAGING_NOTE: Final = "staging note"
+RELEASE_RECORD: Final = "release record"
+BLOCKLIST: Final = "blocklist"
+REGISTRY_ROW: Final = "registry row"
+HEARTBEAT: Final = "heartbeat"
+ERASURE: Final = "erasure"
+BUNDLE: Final = "bundle"
+STAGES: Final = "stages of a night"
+
+FORMATS: Final[dict[str, Format]] = {
+    each.name: each
+    for each in (
+        Format(KEYS, is_served=True),
+        Format(MANIFEST, is_served=True),  # and all files of a generation that it lists
+        Format(RECORD, is_served=True),
+        Format(POINTER, is_served=True),
+        Format(STAGING_NOTE, is_served=True),
+        Format(RELEASE_RECORD, is_served=True),
+        Format(BLOCKLIST, is_served=True),
+        Format(REGISTRY_ROW),
+        Format(HEARTBEAT),
+        Format(ERASURE),
+        Format(BUNDLE),
+        Format(STAGES),
+    )
+}
+"""Every format with a version, by name."""
+
+FIRST_RELEASE: Final = "0.1.0"
+"""The release whose heartbeats tell no formats: it reads version 1 of each."""
+
+
+def served_formats() -> dict[str, tuple[int, int]]:
+    """Oldest and newest version that a service of this release reads, by format: what its heartbeat tells."""
+    return {each.name: (each.oldest, each.newest) for each in FORMATS.values() if each.is_served}
+
+
+def stamp(name: str) -> dict[str, int]:
+    """The version field of a document; nothing for version 1, see FIELD."""
+    written = FORMATS[name].written
+    return {} if written == 1 else {FIELD: written}
+
+
+def version_of(document: Mapping[str, object]) -> object:
+    """The version that a document tells, 1 where it tells none."""
+    return document.get(FIELD, 1)
+
+
+def unread(name: str, version: object, where: str = "") -> str | None:
+    """Reason in one line why this release does not read a version, with the remedy; None if it does."""
+    known = FORMATS[name]
+    if type(version) is int and known.oldest <= version <= known.newest:
+        return None
+    remedy = (
+        "an older Larder than the release before this one wrote it: run that release in between"
+        if type(version) is int and version < known.oldest
+        else "a newer Larder wrote it: upgrade this program first"
+    )
+    about = where or f"the {name}"
+    return f"{about} has {name} format {version}, this release ({RELEASE}) reads {known.reads}; {remedy}"
+
+
+def demand(name: str, version: object, where: str = "") -> None:
+    """Raises UnknownFormat for a version that this release does not read. `where`: the document, in words."""
+    if (why := unread(name, version, where)) is not None:
+        raise UnknownFormat(why, format=name, version=version)

@@ -1,0 +1,58 @@
+"""Formats that the replicas read: looked at before anything that they could not follow is begun or moved."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cache.errors import Refused
+from cache.formats import FORMATS, KEYS, POINTER, RELEASE, RELEASE_RECORD, STAGING_NOTE
+from precompute.control.control_keys import REPLICA_DEAD_S, Control
+from precompute.control.rows import Replica
+
+FIRST = (1, 1)
+"""Versions that a replica reads of a format that its heartbeat does not tell of."""
+
+MOVES = (POINTER, RELEASE_RECORD, STAGING_NOTE)
+"""Formats that a move of the pointer writes, whatever it moves to."""
+
+
+def written() -> dict[str, int]:
+    """Versions that this release's night writes of what replicas read, by format."""
+    return {each.name: each.written for each in FORMATS.values() if each.is_served}
+
+
+def demand_readers(control: Control, wanted: Mapping[str, int], what: str) -> None:
+    """Raises Refused, naming a replica that beats and does not read one of the versions; `what` has them, in words."""
+    for replica in (*control.replicas(), *_under_older_keys(control)):
+        for name, version in wanted.items():
+            oldest, newest = replica.reads.get(name, FIRST)
+            if not oldest <= version <= newest:
+                reads = str(newest) if oldest == newest else f"{oldest} to {newest}"
+                remedy = (
+                    "upgrade the services first, or stop this one"
+                    if version > newest
+                    else f"run a night with Larder {replica.release}, or stop this one"
+                )
+                raise Refused(
+                    f"replica {replica.name} (Larder {replica.release}) reads {name} format {reads}, {what} {version}: "
+                    f"nothing was moved; {remedy}",
+                    rule="formats", value=reads, threshold=version, replica=replica.name, format=name,
+                )  # fmt: skip
+
+
+def demand_readers_of_night(control: Control) -> None:
+    """Raises Refused unless every replica that beats reads what this release's night writes."""
+    demand_readers(control, written(), f"a night of this release ({RELEASE}) writes")
+
+
+def _under_older_keys(control: Control) -> list[Replica]:
+    """Replicas that beat under keys of an older version within the window: this release's pointer is none to them."""
+    now, found = control.time(), []
+    for version in range(FORMATS[KEYS].oldest, FORMATS[KEYS].written):
+        raw: Any = control.client.zrangebyscore(
+            control.keys.replicas_of(version),
+            now - REPLICA_DEAD_S,
+            now + REPLICA_DEAD_S,
+            withscores=True,
+        )
+        found += [Replica.from_beat(value, float(at)) for value, at in raw]
+    return found

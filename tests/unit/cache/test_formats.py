@@ -1,0 +1,76 @@
+"""Formats: one declaration, its page in the reference, the window, and what is said of a version outside it."""
+
+import re
+import tomllib
+
+import pytest
+
+from cache import formats
+from cache.errors import CorruptArtefact, UnknownFormat
+from cache.formats import FORMATS, MANIFEST, POINTER, RELEASE, demand, stamp, unread, version_of
+from cache.store.releases import Pointer
+from tests.unit.test_rooms import ROOT
+
+POINTED = Pointer("20260131T000000Z-0123456789ab", 7, None, "a", 1.0)
+
+
+def test_the_release_is_that_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+    assert newest is not None
+    assert project["version"] == RELEASE and RELEASE.partition(".dev")[0] == newest[1]
+
+
+def test_what_is_written_is_read() -> None:
+    assert all(each.oldest <= each.written <= each.newest for each in FORMATS.values())
+
+
+def test_the_reference_lists_every_format_with_its_versions() -> None:
+    page = (ROOT / "docs/reference/formats.md").read_text()
+    rows = re.findall(r"^\| ([\w ]+?) \| (\d+) \| ([\d to]+) \|", page, re.MULTILINE)
+
+    assert rows == [(each.name, str(each.written), each.reads) for each in FORMATS.values()]
+
+
+def test_version_1_is_not_told_and_a_later_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert b"format" not in POINTED.to_bytes() and version_of({}) == 1
+
+    raised = FORMATS[POINTER]._replace(written=2, newest=2)
+    monkeypatch.setitem(FORMATS, POINTER, raised)
+
+    assert stamp(POINTER) == {"format": 2} and b'"format":2' in POINTED.to_bytes()
+    assert Pointer.from_bytes(POINTED.to_bytes()) == POINTED
+
+
+@pytest.mark.parametrize("version", [2, 0, "1", None, True, 1.0])
+def test_a_version_that_is_not_read_is_refused(version: object) -> None:
+    with pytest.raises(UnknownFormat):
+        demand(MANIFEST, version)
+
+
+def test_the_line_names_format_versions_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = FORMATS[MANIFEST]._replace(written=3, oldest=2, newest=3)
+    monkeypatch.setitem(FORMATS, MANIFEST, later)
+
+    assert unread(MANIFEST, 2) is None
+    assert unread(MANIFEST, 4, "the manifest of g") == (
+        f"the manifest of g has manifest format 4, this release ({RELEASE}) reads 2 to 3; a newer Larder wrote it: "
+        "upgrade this program first"
+    )
+    assert "run that release in between" in str(unread(MANIFEST, 1))
+
+
+def test_a_newer_pointer_is_no_damaged_one() -> None:
+    raw = POINTED.to_bytes().replace(b"{", b'{"format":2,', 1)
+
+    with pytest.raises(UnknownFormat, match="pointer format 2"):
+        Pointer.from_bytes(raw)
+    with pytest.raises(CorruptArtefact, match="not a pointer"):
+        Pointer.from_bytes(raw.replace(b"format", b"shape"))
+
+
+def test_heartbeats_tell_what_the_service_reads() -> None:
+    assert set(formats.served_formats()) == {
+        each.name for each in FORMATS.values() if each.is_served
+    }

@@ -1,0 +1,268 @@
+"""A shop that two releases run together: one store, one Redis, nights and services of either."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pyarrow.parquet as pq
+import redis
+
+from cache.format.redis_keys import Keyspace
+from cache.store.artefacts import ArtefactStore
+from cache.store.releases import Release as ReleaseRecord
+from cache.store.releases import all_releases
+from infra.demo.place import NEVER
+from infra.demo.synthetic import World, synthesize
+from infra.local.service import ServiceProcess
+from precompute.config.settings import night_config
+from tests import polling
+from tests.integration.nights import write_clicks
+from tests.upgrade.release import Release
+
+CUTS = tuple(f"2026-01-{day}T00:00:00Z" for day in range(27, 32))
+FOLLOW_S = 30.0
+ARROW = "application/vnd.apache.arrow.stream"
+SETTINGS = """
+namespace = "{namespace}"
+artifacts = "artifacts"
+state = "state"
+bundle = "bundle"
+shards = 2
+page_bytes = 16384
+threads = 1
+[sources]
+interactions = ["interactions.parquet"]
+item_features = "items.parquet"
+[reference]
+dims = 16
+[flip]
+wait_s = 15.0
+[gates]
+{gates}
+[tables.user_topk]
+kind = "user_topk"
+k = 50
+[tables.user_vector]
+kind = "user_vector"
+[tables.item_vector]
+kind = "item_vector"
+[tables.item_similar]
+kind = "item_similar"
+k = 20
+metric = "cosine"
+[tables.user_affinity]
+kind = "value"
+precision = "f4"
+value = "user_affinity"
+"""
+
+
+@dataclass(slots=True)
+class Shop:
+    """Folder of a shop and the Redis beside it; `services` by the name of their release, while they run.
+
+    Of the two releases, `first` trains and has the first night, `second` the next.
+    """
+
+    folder: Path
+    redis_url: str
+    namespace: str
+    seed: int
+    first: Release
+    second: Release
+    services: dict[str, ServiceProcess] = field(default_factory=dict)
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=30))
+
+    def open(self) -> None:
+        """Write data and settings; a second file of settings has a gate that nothing passes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        clicks = synthesize(World(users=400, items=120, seed=self.seed))
+        write_clicks(self.folder, clicks)
+        for name, gates in (("larder", ""), ("strict", "items_of_live = 2.0")):
+            text = SETTINGS.format(namespace=self.namespace, gates=gates)
+            (self.folder / f"{name}.toml").write_text(text)
+
+    @property
+    def store(self) -> ArtefactStore:
+        """The artefact store of both."""
+        return night_config(str(self.folder / "larder.toml"), self.environ()).store()
+
+    def file(self, path: str) -> Path:
+        """Place of a file of the store."""
+        folder = self.store.folder
+        assert folder is not None
+        return folder / path
+
+    @property
+    def keys(self) -> Keyspace:
+        """Keys of the namespace."""
+        return Keyspace(self.namespace)
+
+    @contextlib.contextmanager
+    def redis(self) -> Iterator["redis.Redis"]:
+        """A client of the test's own."""
+        with redis.Redis.from_url(self.redis_url, protocol=3) as client:
+            yield client
+
+    def environ(self, settings: str = "larder", **more: str) -> dict[str, str]:
+        """Environment of nights and services; patient, since tests share few cores."""
+        return {
+            "REDIS_URL": self.redis_url,
+            "LARDER_CONFIG": str(self.folder / f"{settings}.toml"),
+            "LARDER_DEADLINE_MS": "5000",
+            "LARDER_L2_DEADLINE_MS": "1000",
+            "LARDER_POLL_S": "0.2",
+            "LARDER_BLOCKLIST_POLL_S": "0.5",
+            "LARDER_SCHEDULE": NEVER,
+            **more,
+        }
+
+    def tell(self, release: Release, *words: str, settings: str = "larder") -> str:
+        """Output of a `precompute` command of a release, which must succeed."""
+        found = release.run("precompute", "--quiet", *words, environ=self.environ(settings))
+        assert found.returncode == 0, f"{release.name} {words}: {found.stderr}"
+        return found.stdout
+
+    def refusal(
+        self, release: Release, *words: str, settings: str = "larder", newer: str = ""
+    ) -> str:
+        """The one line by which a release refuses a command; `newer`: as a release with that format would run it."""
+        before = self.standing()
+        program = ["tests.upgrade.newer", newer] if newer else []
+        found = release.run(
+            *program, "precompute", "--quiet", *words, environ=self.environ(settings)
+        )
+        assert found.returncode not in (0, 3), f"{release.name} {words} was not refused"
+        lines = [each for each in found.stderr.splitlines() if each.strip()]
+        assert len(lines) == 1, found.stderr
+        assert self.standing() == before, "something moved"
+        return lines[0]
+
+    def standing(self) -> tuple[bytes | None, list[str]]:
+        """All that a refusal must leave alone: the pointer, and the moves that were written down."""
+        with self.redis() as client:
+            pointer: Any = client.get(self.keys.live)
+        names = [each for each in self.store.names("releases") if each.endswith(".done")]
+        return pointer, sorted(names)
+
+    def night(self, release: Release, cut: str, *, newer: str = "") -> str:
+        """A whole night of a release; the generation that it published."""
+        program = ["tests.upgrade.newer", newer] if newer else []
+        words = ("precompute", "--quiet", "night", "--data-until", cut)
+        found = release.run(*program, *words, environ=self.environ())
+        assert found.returncode == 0, f"{release.name}: {found.stderr}"
+        return self.live()
+
+    def live(self) -> str:
+        """The generation that the pointer names."""
+        with self.redis() as client:
+            raw: Any = client.get(self.keys.live)
+        return str(orjson.loads(raw)["generation"])
+
+    def previous(self) -> str:
+        """The generation that a roll back lands on."""
+        with self.redis() as client:
+            raw: Any = client.get(self.keys.live)
+        return str(orjson.loads(raw)["previous"])
+
+    def history(self) -> list[ReleaseRecord]:
+        """Release records, as the working tree reads them."""
+        return all_releases(self.store)
+
+    @contextlib.contextmanager
+    def serving(self, releases: Sequence[Release]) -> Iterator[None]:
+        """A service of each release, told apart by their names."""
+        with ExitStack() as stack:
+            for each in releases:
+                environ = each.environment(self.environ(LARDER_STATE=str(self.state_of(each))))
+                service = ServiceProcess(
+                    self.folder / f"{each.name}.log", environ, root=each.root, python=each.python
+                )
+                self.services[each.name] = stack.enter_context(service)
+            try:
+                yield
+            finally:
+                self.services.clear()
+
+    def state_of(self, release: Release) -> Path:
+        """Files of a service's own."""
+        return self.folder / f"state-{release.name}"
+
+    def log(self, name: str) -> str:
+        """What a service has said so far."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def view(self, name: str) -> dict[str, Any]:
+        """The generations that a service holds, and how it stands."""
+        found: dict[str, Any] = self.get(name, "/v1/generations")
+        return found
+
+    def get(self, name: str, path: str) -> Any:
+        """A document of a service."""
+        return self.http.get(self.services[name].url + path).json()
+
+    def ready(self, name: str) -> dict[str, Any]:
+        """The answer of /readyz."""
+        found: dict[str, Any] = self.get(name, "/readyz")
+        return found
+
+    def follow(self, generation: str) -> None:
+        """Return once every service answers from the generation, ready and in step."""
+
+        def in_step(name: str) -> bool:
+            found = self.ready(name)
+            return bool(
+                found["generation"] == generation and found["ready"] and found["stale"] is None
+            )
+
+        for name in self.services:
+            assert until(lambda name=name: in_step(name)), (  # type: ignore[misc]
+                f"{name} does not follow {generation}: {self.ready(name)}\n{self.log(name)[-4000:]}"
+            )
+
+    def ask(self, name: str, table: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Answers of a service to a batch, as JSON."""
+        url = f"{self.services[name].url}/v1/lookup/{table}"
+        reply = self.http.post(url, json=body)
+        assert reply.status_code == 200, reply.text
+        found: list[dict[str, Any]] = reply.json()["answers"]
+        return found
+
+    def ask_arrow(self, name: str, table: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The same as Arrow."""
+        import pyarrow as pa
+
+        url = f"{self.services[name].url}/v1/lookup/{table}"
+        reply = self.http.post(url, json=body, headers={"Accept": ARROW})
+        assert reply.status_code == 200, reply.text
+        with pa.ipc.open_stream(reply.content) as stream:
+            rows: list[dict[str, Any]] = stream.read_all().to_pylist()
+        return rows
+
+    def users(self, count: int) -> list[str]:
+        """Users whose interactions all cuts know."""
+        table = pq.read_table(self.folder / "interactions.parquet")
+        rows = sorted(zip(table["timestamp"].to_pylist(), table["user"].to_pylist(), strict=True))
+        return list(dict.fromkeys(user for _, user in rows))[:count]
+
+    def items(self, count: int) -> list[str]:
+        """Items of the catalogue."""
+        return list(pq.read_table(self.folder / "items.parquet")["item"].to_pylist()[:count])
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Poll a service now and then: it shares its cores with everything else here."""
+    return polling.until(condition, FOLLOW_S, every_s=0.1)
+
+
+def rule_of(refusal: str) -> str:
+    """The gate's name in a refusal that may be overridden."""
+    found = re.search(r"--rule (\S+)", refusal)
+    assert found, refusal
+    return found[1]
