@@ -1,5 +1,6 @@
 """Releases side by side: the working tree, and the last one that was tagged, checked out and built."""
 
+import fcntl
 import io
 import os
 import subprocess
@@ -92,10 +93,22 @@ def _described(commit: str) -> str:
 
 def _environment(lock: Path) -> Path:
     uv = Path(sys.executable).with_name("uv")
-    if not (ENVIRONMENT / "bin/python").exists():
-        subprocess.run([uv, "venv", "-q", "--python", sys.executable, ENVIRONMENT], check=True)
-    subprocess.run(
-        [uv, "pip", "sync", "-q", "--require-hashes", lock],
-        check=True, timeout=BUILD_S, env={**os.environ, "VIRTUAL_ENV": str(ENVIRONMENT)},
-    )  # fmt: skip
+    # Beside it: the file of that name in an environment is uv's own lock.
+    with ENVIRONMENT.with_suffix(".lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # workers of one run share it
+        if not (ENVIRONMENT / "bin/python").exists():
+            made: list[str | Path] = [
+                uv,
+                "venv",
+                "-q",
+                "--allow-existing",
+                "--python",
+                sys.executable,
+                ENVIRONMENT,
+            ]
+            subprocess.run(made, check=True)
+        subprocess.run(
+            [uv, "pip", "sync", "-q", "--require-hashes", lock],
+            check=True, timeout=BUILD_S, env={**os.environ, "VIRTUAL_ENV": str(ENVIRONMENT)},
+        )  # fmt: skip
     return ENVIRONMENT / "bin/python"
