@@ -32,7 +32,7 @@ class ServingConfig(SharedConfig, Bounds):
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """Port to bind; 0 is any free one."""
     token: str = Field(default="", repr=False)
-    """Secret that callers, Prometheus included, send as `Authorization: Bearer ...`; from the environment alone. It has
+    """Secret that callers send as `Authorization: Bearer ...`; from the environment alone. It has
     every scope and no quota, and is called `default`."""
     tokens_file: str = ""
     """File of named tokens with scopes, quotas and expiry, as `python -m serving tokens` writes it; read again within a

@@ -122,10 +122,9 @@ def test_a_lock_names_versions_and_hashes_and_no_address(lock: Path) -> None:
 
     assert "://" not in text
     assert len(re.findall(r"^\S+==", text, re.MULTILINE)) > 20
-    assert all(
-        f"\n{entry}" in f"\n{everything()}"
-        for entry in re.findall(r"^\S+==\S+", text, re.MULTILINE)
-    )
+    entries = re.findall(r"^\S+==\S+", text, re.MULTILINE)
+    # pip-audit has an environment of its own, which shares nothing with the others.
+    assert lock.name == "audit.txt" or all(f"\n{each}" in f"\n{everything()}" for each in entries)
 
 
 def everything() -> str:
