@@ -55,9 +55,9 @@ installs: env  ## each lock and each extra in an environment of its own, its pro
 
 # One data set unless another is asked for: what is compared are releases, not seeds.
 upgrade-test: SEED := 0
-upgrade-test: env  ## the last tagged release beside this one: nights, services and roll backs of both
+upgrade-test: env  ## the last tagged release beside this one, both ways; QUICK=1 leaves the longest tests out
 	@echo "beside $$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || echo 'no tag')"
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -x -m slow tests/upgrade
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -x -m "slow$(if $(QUICK), and not storm)" tests/upgrade
 
 check: env  ## lint, format, types, layers
 	@$(BIN)/ruff check -q .

@@ -22,6 +22,10 @@ STEPS_MAX = 10
 """Steps that a failure is shrunk to at most."""
 
 SELDOM = {
+    "a slow load holds up the next look",
+    "flights forget the input",
+    "previous is whatever arrives last",
+    "the breaker never closes",
     "an older epoch is followed",
     "ready answers outlive their snapshot",
     "recent names are read by a thread",

@@ -64,6 +64,7 @@ def test_both_compute_the_same_for_an_unknown_user_with_a_history(shop: Shop) ->
             assert found["old"]["scores"] == pytest.approx(found["new"]["scores"], rel=1e-5)
 
 
+@pytest.mark.storm
 def test_the_steps_of_one_night_are_taken_in_turns(shop: Shop) -> None:
     before = set(shop.store.names("generations"))
 
@@ -90,6 +91,7 @@ def test_one_rolls_back_and_the_other_publishes_again(shop: Shop) -> None:
     publish_again(shop, shop.second, live)
 
 
+@pytest.mark.storm
 def test_a_canary_of_one_is_split_alike_by_both_and_ended_by_the_other(shop: Shop) -> None:
     candidate, before = shop.live(), shop.previous()
     shop.tell(shop.second, "roll-back", *WHY)
@@ -112,6 +114,7 @@ def test_a_canary_of_one_is_split_alike_by_both_and_ended_by_the_other(shop: Sho
     publish_again(shop, shop.first, candidate)
 
 
+@pytest.mark.storm
 def test_what_one_refused_passes_by_the_other_s_override(shop: Shop) -> None:
     live, before = shop.live(), shop.previous()
     shop.tell(shop.second, "roll-back", *WHY)
