@@ -327,6 +327,10 @@ def _a_full_queue_of_overlays_is_never_emptied(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(WriteBehind, "_drain", drain)
 
 
+def _a_pin_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Holding, "pinned", lambda self, _generation: self)
+
+
 def _a_page_of_another_night_is_read(patch: pytest.MonkeyPatch) -> None:
     for owner in (tiered, batch_reader):
         name = "reads_of" if owner is tiered else "page_reads"

@@ -25,7 +25,6 @@ class Models:
         self.is_failing = False
         self.is_broken = False
         """True if no model opens."""
-        self.count = 0
         self.twice: list[str] = []
         self.can_talk: Callable[[], bool] = lambda: False
         """True if processes have been able to tell each other what they compute."""
@@ -40,7 +39,6 @@ class Models:
         """Takes its time, and fails if it is to."""
         host, now = HOST.get(), self._threads.loop.time()
         assert host is not None
-        self.count += len(inputs)
         for each in inputs:
             others = self._under_way.setdefault(each, {})
             if host in others:

@@ -89,13 +89,7 @@ class Rules:
         for replica in self._of.replicas:
             if replica.service is None or self._up_s(replica.host) < LEARNS_S:
                 continue
-            away = (
-                "redis",
-                f"link held {replica.number}",
-                f"cut {replica.number}",
-                "stall",
-                "clock",
-            )
+            away = ("redis", f"link held {replica.number}", f"cut {replica.number}", "stall")
             holds_s = self._of.loop.time() - self._held_since(replica, generation)
             if generation in replica.service.follower.shelf.generations and (
                 min(holds_s, self._of.faults.calm_s(*away)) > LEARNS_S
@@ -132,10 +126,12 @@ class Rules:
                 raise Wrong(f"{call} was answered {late_s:.3f} s after its deadline")
             is_shedding = self._of.faults.calm_s("stall") < LEARNS_S
             is_cut = self._of.faults.calm_s(f"cut {call.replica}") <= now - asked.at
-            if reply.status != 200 and asked.epoch is not None and not (is_shedding or is_cut):
+            is_gone = reply.status == 409 and call.generation is not None
+            may_fail = is_gone or is_shedding or is_cut
+            if reply.status != 200 and asked.epoch is not None and not may_fail:
                 raise Wrong(f"{call} was answered {reply}")
         if reply.status != 200:
-            if reply.status not in (0, 503):
+            if reply.status not in (0, 409, 503):
                 raise Wrong(f"{call} was answered {reply}")
             return [reply.status]
         answers = reply.body.get("answers", [reply.body])
@@ -173,8 +169,10 @@ class Rules:
 
     def _demand_current(self, asked: Asked, answer: Mapping[str, Any]) -> None:
         """Never backwards: what was live when the call began, or came later."""
-        generation = answer["generation"]
-        if answer["source"] == "previous" or asked.epoch is None:
+        generation, pinned = answer["generation"], asked.call.generation
+        if pinned is not None and generation != pinned:
+            raise Wrong(f"{pinned} was pinned, and {answer} came")
+        if answer["source"] == "previous" or asked.epoch is None or pinned is not None:
             return
         later = {each for epoch, each in self._epochs.items() if epoch >= asked.epoch}
         if generation not in {asked.live, *later, *self._tried}:
@@ -189,9 +187,7 @@ class Rules:
         before = [each for at, each in self._blocklists if at < asked.at - LEARNS_S]
         since = [each for at, each in self._blocklists if at >= asked.at - LEARNS_S]
         if before:
-            items = {each.decode() for each in before[-1].items} & {
-                *answer["items"], *answer["items"]
-            }  # fmt: skip
+            items = {each.decode() for each in before[-1].items} & {*answer["items"]}
             freed = {each for each in items for later in since if each.encode() not in later.items}
             if items - freed:
                 raise Wrong(f"blocked {LEARNS_S} s ago: {items - freed} in {answer}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.callers import Call, Question
-from tests.simulation.nights import ITEMS, STRANGERS, USERS
+from tests.simulation.nights import ITEMS, STRANGERS, USERS, generation_of
 
 REPLICAS = 2
 HOT = USERS[1:4]
@@ -126,6 +126,7 @@ def _call(rng: random.Random) -> Call:
         replica, questions, rng.choice([60, 400, 1_000]), rng.choice([None, None, 3]),
         tuple(rng.sample(ITEMS, 2)) if rng.random() < 0.2 else (),
         fresh=rng.random() < 0.1,
+        generation=generation_of(rng.randint(1, 5)) if rng.random() < 0.1 else None,
         is_post=True,
         leaves_after_s=rng.choice([0.002, 0.01, 0.05]) if rng.random() < 0.1 else None,
     )  # fmt: skip
