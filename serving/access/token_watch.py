@@ -21,6 +21,8 @@ LOOK_S = 0.5
 
 log = logging.getLogger(__name__)
 
+FileVersion = tuple[int, int, int] | None
+
 
 class TokenWatch(Collector):
     """The one token of the settings and those of a file ("": none); a file that cannot be read leaves the last one."""
@@ -46,21 +48,31 @@ class TokenWatch(Collector):
         """Reads the file again whenever it changes, and passes on who is known then; until cancelled."""
         while self._path is not None:
             await asyncio.sleep(LOOK_S)
-            if self.look():
+            # Beside the loop, which a mount that hangs would hold up.
+            found = await asyncio.to_thread(self._read)
+            if found is not None and self._take(*found):
                 changed(self.callers)
 
     def look(self) -> bool:
         """Reads the file again if it is another one; returns whether other callers are in force now."""
+        found = self._read()
+        return found is not None and self._take(*found)
+
+    def _read(self) -> tuple[FileVersion, Tokens | ConfigError] | None:
+        """A file that is another one than before, or what is wrong with it; changes nothing here."""
         if self._path is None or (version := self._version()) == self._seen:
-            return False
-        self._seen = version
+            return None
         try:
-            tokens = read_tokens(self._path)
+            return version, read_tokens(self._path)
         except ConfigError as error:
-            self.is_stale = True
-            log.error("the tokens in force stay as they were: %s", error.message)
+            return version, error
+
+    def _take(self, version: FileVersion, tokens: Tokens | ConfigError) -> bool:
+        self._seen = version
+        self.is_stale = isinstance(tokens, ConfigError)
+        if isinstance(tokens, ConfigError):
+            log.error("the tokens in force stay as they were: %s", tokens.message)
             return False
-        self.is_stale = False
         self.callers = self._made(tokens)
         log.info("%d tokens of %s are in force", len(tokens), self._path)
         return True
@@ -95,5 +107,5 @@ class TokenWatch(Collector):
             self._token, tokens, self._rows, self._asked, clock=self._clock, timer=self._timer
         )
 
-    def _version(self) -> tuple[int, int, int] | None:
+    def _version(self) -> FileVersion:
         return None if self._path is None else file_version(self._path)
