@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,8 @@ from cache.format.manifest import (
 )
 from cache.format.records.codec import encode_topk
 from cache.format.records.layout import FLAG_LIVE, Layout
-from cache.model.predictor import LiveInput, Prepared
+from cache.model.input_preparation import LiveInput, Prepared, prepare_all
+from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.blocklist import Blocklist
 from cache.tiers.results import View
 from serving.generations.snapshot import Default, Snapshot
@@ -46,6 +46,7 @@ DATA_UNTIL = 1_800_000_000
 LIVE = 50.0
 LAYOUT = Layout("topk", WIDTH, "f4")
 _SEEDS = {"user": 7, "item": 11}
+_TOWER = TowerSpec((InputSpec("history", "history", "int64", max_length=8, pad=0),), "vector", 4)
 _NO_FILE = Artefact("none", 0, "")
 
 
@@ -177,28 +178,11 @@ class Model:
         """The one table."""
         return table == TABLE
 
-    def prepare(self, table: str, source: LiveInput) -> Prepared | None:
-        """As the real one: unknown items are dropped, none left is no input."""
-        if source.features:
-            raise InvalidInput("no feature is taken", field="features")
-        sent = list(dict.fromkeys(source.history or ()))
-        ordinals = _items().ordinals_of(sent)
-        known = ordinals[ordinals >= 0]
-        if not len(known):
-            return None
-        return Prepared(table, known, {}, -1, known, len(sent) - len(known))
-
     def prepare_all(
         self, table: str, sources: Sequence[LiveInput]
     ) -> list[Prepared | InvalidInput | None]:
-        """As the real one: an error stands where its input was."""
-        found: list[Prepared | InvalidInput | None] = []
-        for source in sources:
-            try:
-                found.append(self.prepare(table, source))
-            except InvalidInput as error:
-                found.append(error)
-        return found
+        """Inputs as the real predictor prepares them for a tower of histories."""
+        return prepare_all(table, _TOWER, _items(), sources)
 
     def predict(
         self,
@@ -230,19 +214,14 @@ class Model:
         return [data[at : at + size] for at in range(0, len(data), size)]
 
 
-def snapshot(
-    number: int, model: Model | None, epoch: int, published_at: str, blocklist: Blocklist
-) -> Snapshot:
-    """The night as a replica holds it; without a model it is degraded."""
-    found, items = night(number), _items()
-    ordinals = items.ordinals_of(sorted(blocklist.items))
-    blocked = np.sort(ordinals[ordinals >= 0])
-    fields: dict[str, Any] = {
-        "generation": found.generation, "epoch": epoch, "published_at": published_at,
-        "manifest": found.manifest(1), "root": Path("/nowhere"), "directories": found.directories,
-        "items": items, "view": View(found.generation, found.directories), "predictor": model,
-        "degraded": None if model is not None else "the model does not open",
-        "defaults": {TABLE: found.default}, "blocklist": blocklist,
-        "blocked": frozenset(blocked.tolist()), "blocked_ordinals": blocked,
-    }  # fmt: skip
-    return Snapshot(**fields)
+def snapshot(number: int, model: Model | None) -> Snapshot:
+    """The night as a replica opens it, before any release and blocklist; without a model it is degraded."""
+    found = night(number)
+    return Snapshot(
+        generation=found.generation, epoch=0, published_at="", manifest=found.manifest(1),
+        root=Path("/nowhere"), directories=found.directories, items=_items(),
+        view=View(found.generation, found.directories), predictor=model,  # type: ignore[arg-type]
+        degraded=None if model is not None else "the model does not open",
+        defaults={TABLE: found.default}, blocklist=Blocklist(), blocked=frozenset(),
+        blocked_ordinals=np.empty(0, np.int64),
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from cache.native import loader, pure
 from cache.process.host import disk_free_bytes, memory_available_bytes
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import Blocklist
-from serving.generations.snapshot import Snapshot, _iso
+from serving.generations.snapshot import Snapshot
 from serving.process.gc_tuning import settle
 from tests.simulation import nights, substitution
 from tests.simulation.callers import Call, Client, Reply
@@ -147,7 +147,7 @@ class Simulation:
         number = nights.number_of(read_manifest(store, generation).generation)
         self.threads.sleep(self.threads.rng.random() * OPENS_S)
         model = self.models.open(number)
-        return nights.snapshot(number, model, epoch, _iso(at), blocklist)
+        return nights.snapshot(number, model).released_as(epoch, at).with_blocklist(blocklist)
 
     def is_loaded(self, generation: str) -> bool:
         """True if Redis has every page of it."""
@@ -333,7 +333,6 @@ class Simulation:
 
     def _close(self) -> None:
         self.threads.stop()
-        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of dead hosts
         sys.unraisablehook = _unheard
         for _, task in self._tasks:
             if not task.done():
@@ -395,7 +394,8 @@ def installed() -> Iterator[None]:
     loader.kernels = pure
     handlers, root.handlers = root.handlers, [errors]
     try:
-        with substitution.substituted(replaced):
+        with substitution.substituted(replaced), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of dead hosts
             yield
     finally:
         root.handlers = handlers
