@@ -12,6 +12,7 @@ from cache.tiers.results import Counters
 from serving.access.quota_table import QuotaTable
 from serving.access.token_watch import TokenWatch
 from serving.admission.controller import Admission
+from serving.config.tls import TlsWatch
 from serving.metrics.event_counters import TEXTS, Events
 from serving.metrics.fast_counters import Overload
 from serving.metrics.registry import Metrics
@@ -42,6 +43,7 @@ def labels() -> dict[str, set[str]]:
         Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results(),
         Usage(nothing, Reads(), metrics, tuple, lambda: None),
         Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
+        TlsWatch(cast(Any, _Files)),
     ]  # fmt: skip
     found: dict[str, set[str]] = {}
     for collector in [*metrics.registry._collector_to_names, *told]:
@@ -59,6 +61,10 @@ def _series(name: str, kind: str, names: Any) -> dict[str, set[str]]:
 
 class _Nothing:
     holding = None
+
+
+class _Files:
+    version = context = staticmethod(tuple[()])
 
 
 class _Tiers:

@@ -1,7 +1,7 @@
-"""Tokens beside none: requests per second of the server's processor time.
+"""Tokens: requests per second of the server's processor time, beside another checkout asked with the same headers.
 
-`python -m tests.bench.access [--before CHECKOUT]`. The baseline is another checkout's service without tokens, say that
-of main, else this one's.
+`python -m tests.bench.access [--before CHECKOUT]`. The baseline is that checkout's service, else this one's: without a
+token for `open`, with `LARDER_TOKEN` for all others, so that the price of the header itself is in both.
 
 - `ready`: `GET /v1/lookup/user_topk/{id}?k=20` from L1 over 32 keep-alive connections.
 - `stored`: the same from Redis: L1 has room for nothing.
@@ -87,16 +87,20 @@ def measure(report: Report, case: Case, kind: str, before: Path, options: Option
             asked = requests_of(case, kind, headers[name])
             return lambda: per_cpu_s(target, asked, count)
 
-        baseline = serve("before", before, {})
+        baselines = {
+            name: serve(f"before-{name}", before, settings[name]) for name in ("open", "default")
+        }
         running = {name: serve(name, ROOT, own) for name, own in settings.items()}
-        report.figures["placement"] = f"servers on {place(baseline, *running.values())}"
+        placed = place(*baselines.values(), *running.values())
+        report.figures["placement"] = f"servers on {placed}"
         found = compare(
-            {"before": run(baseline, "open")},
+            {name: run(target, name) for name, target in baselines.items()},
             {name: run(target, name) for name, target in running.items()},
             rounds=options.rounds,
         )
-    for (_, name), ratio in found.items():
-        report.ratios[f"{kind}_{name}_vs_before"] = ratio
+    for (baseline, name), ratio in found.items():
+        if (baseline == "open") == (name == "open"):
+            report.ratios[f"{kind}_{name}_vs_before"] = ratio
 
 
 def main() -> None:
