@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from tests.simulation.rules import Broken
+from tests.simulation.leftovers import Broken
 from tests.simulation.scenarios import scenario
 from tests.simulation.shrinking import shrunk, told
 from tests.simulation.simulation import START, Simulation, installed
@@ -22,7 +22,7 @@ def main() -> int:
         except Broken as error:
             print("\n".join(simulation.lines))
             print(f"\nseed {seed}: {error}\n\nmaking it small ...", file=sys.stderr)
-            print(told(*shrunk(seed, simulation.steps)))
+            print(told(seed, *shrunk(seed, simulation.steps)))
             return 1
     virtual_s, seconds = simulation.loop.time() - START, time.perf_counter() - began
     print("\n".join(simulation.lines))

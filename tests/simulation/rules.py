@@ -8,9 +8,9 @@ from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
 from serving.answers.sources import STORED
 from serving.http.service import Service
-from serving.metrics.registry import counts_of
 from tests.simulation import nights
 from tests.simulation.callers import Call, Question, Reply, Wrong, judge
+from tests.simulation.leftovers import Broken, demand_nothing_left, demand_sums
 from tests.simulation.replicas import Replica
 from tests.simulation.virtual_loop import Host
 
@@ -32,9 +32,8 @@ STALE_S = 8.0
 FORGOTTEN_S = 30.0
 """Life of a live answer in these simulations, in seconds."""
 
-
-class Broken(AssertionError):
-    """A rule did not hold."""
+CALM_S = 3.0
+"""Calm seconds after which processes can talk: a slow model outlasts the wait for whoever computes, then both do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,7 @@ class Rules:
         """Process and generation -> since when it was seen to be held."""
         self._probed: dict[Host, float] = {}
         """Process -> its first call in this calm."""
+        self._probing_at = float("-inf")
 
     # -- told of
 
@@ -99,21 +99,33 @@ class Rules:
     def _held_since(self, replica: Replica, generation: str) -> float:
         return self._holds.setdefault((replica.host, generation), self._of.loop.time())
 
+    def can_talk(self) -> bool:
+        """True if processes have been able to tell each other what they compute: after calm, and none left Redis alone.
+
+        After an outage the first call finds out that it is over; those beside it have no lease.
+        """
+        return self._of.faults.calm_s() > CALM_S < self._of.loop.time() - self._probing_at
+
     # -- calls
 
     def asked(self, call: Call, replica: Replica) -> Asked:
         """What is known as a call begins."""
         service = replica.service
         held = None if service is None else service.follower.holding
-        faults = self._of.faults
+        if service is not None and service.tiers._remote.stats.breaker != "closed":
+            self._probing_at = self._of.loop.time()
         return Asked(
             call, self._of.loop.time(), replica.host, service,
             None if held is None else held.live.epoch,
             None if held is None else held.live.generation,
             Blocklist() if held is None else held.live.blocklist,
             self._of.loop.stalled_s,
-            faults.lasting_s("redis down", "redis held", f"link held {replica.number}"),
+            self._away_s(replica),
         )  # fmt: skip
+
+    def _away_s(self, replica: Replica) -> float:
+        """Seconds for which a replica has not been able to reach Redis."""
+        return self._of.faults.lasting_s("redis down", "redis held", f"link held {replica.number}")
 
     def answered(self, asked: Asked, reply: Reply) -> list[Any]:
         """Judges a reply; what to write down of it."""
@@ -155,8 +167,10 @@ class Rules:
             raise Wrong(f"{question} is blocked and got {answer}")
         if answer.get("reason") == "internal_error":
             raise Wrong(f"{question} of {call} got {answer}")
-        if asked.redis_away_s > STALE_S and "stale" not in answer:
-            raise Wrong(f"without Redis for {asked.redis_away_s:.1f} s: {answer}")
+        # One that was under way when Redis came back may know better than when it was asked.
+        away_s = min(asked.redis_away_s, self._away_s(self._of.replicas[asked.call.replica]))
+        if away_s > STALE_S and "stale" not in answer:
+            raise Wrong(f"without Redis for {away_s:.1f} s: {answer}")
         if answer.get("reason") == "corrupt":
             raise Wrong(f"nothing is corrupt here: {answer}")
         if answer["producer"] == "live" and answer["source"] in STORED:
@@ -263,35 +277,8 @@ class Rules:
         is_well = health.ready and health.stale is None and health.degraded is None
         if self._epochs and not is_well:
             raise Broken(f"{replica.host.name} is not well: {health}")
-        inferences = service.ladder._inferences
-        batcher = inferences.batcher  # type: ignore[attr-defined]
-        left = {
-            "requests": service.admission.under_way,
-            "reads": len(service.tiers.flights),
-            "inferences": len(inferences.flights),  # type: ignore[attr-defined]
-            "jobs": len(inferences._jobs),  # type: ignore[attr-defined]
-            "inputs": batcher.queued, "bytes": batcher.queued_bytes,
-            "busy workers": 1 - batcher._idle,
-            "leases": len(inferences.lead._held),  # type: ignore[attr-defined]
-            "overlays": len(service.tiers.writes),
-        }  # fmt: skip
-        if any(left.values()):
-            raise Broken(f"{replica.host.name} holds for ever: {left}")
-        self._sum(replica, service)
-
-    def _sum(self, replica: Replica, service: Service) -> None:
-        metrics = service.metrics
-        metrics.settle()
-        asked = sum(count for _, count in counts_of(metrics.entities))
-        sources: dict[str, float] = {}
-        for labels, count in counts_of(metrics.answers):
-            sources[labels["source"]] = sources.get(labels["source"], 0) + count
-        missed = sum(count for _, count in counts_of(metrics.misses))
-        not_stored = sum(count for source, count in sources.items() if source not in STORED)
-        if asked != sum(sources.values()) or missed != not_stored:
-            raise Broken(
-                f"{replica.host.name}: {asked} asked, {sources} answered, {missed} with a reason"
-            )
+        demand_nothing_left(replica.host.name, service)
+        demand_sums(replica.host.name, service)
 
     def gone(self, replica: Replica, host: Host) -> None:
         """After it was stopped: no task of it is left."""

@@ -24,12 +24,13 @@ from serving.process.gc_tuning import settle
 from tests.simulation import nights, substitution
 from tests.simulation.callers import Call, Client, Reply
 from tests.simulation.faults import Faults
+from tests.simulation.leftovers import Broken
 from tests.simulation.models import Models
 from tests.simulation.nights import TABLE
 from tests.simulation.publisher import MODELLED, Publisher
 from tests.simulation.redis_server import Session, SimulatedRedis
 from tests.simulation.replicas import REDIS_PORT, Replica, settings
-from tests.simulation.rules import FORGOTTEN_S, Broken, Rules
+from tests.simulation.rules import FORGOTTEN_S, Rules
 from tests.simulation.scenarios import REPLICAS, Step
 from tests.simulation.store import SimulatedStore
 from tests.simulation.threads import Lock, Pool, Threads
@@ -71,8 +72,7 @@ class Simulation:
         self.publisher = Publisher(self.redis, self.store, self.keys)
         self.faults = Faults(self)
         self.rules = Rules(self)
-        # A slow model outlasts the wait for whoever computes: then both do.
-        self.models.can_talk = lambda: self.faults.calm_s() > 3.0
+        self.models.can_talk = self.rules.can_talk
         self.redis.moved = lambda _before, after: self.rules.moved(after)
         self.publisher.blocked = self.rules.blocked
         self.replicas = [

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.simulation.defects import BIASES, DEFECTS, planted
-from tests.simulation.rules import Broken
+from tests.simulation.leftovers import Broken
 from tests.simulation.scenarios import Bias, scenario
 from tests.simulation.shrinking import shrunk, told
 from tests.simulation.simulation import START, Simulation, installed
@@ -43,7 +43,7 @@ def run_from(first: int) -> tuple[float, str]:
             try:
                 simulation.run()
             except Broken:
-                return virtual_s, told(*shrunk(seed, simulation.steps))
+                return virtual_s, told(seed, *shrunk(seed, simulation.steps))
             virtual_s += simulation.loop.time() - START
     return virtual_s, ""
 
@@ -121,5 +121,5 @@ def test_a_planted_mistake_is_told_in_few_steps(name: str) -> None:
     seed = found(name)
     with installed(), planted(name):
         failure = shrunk(seed, scenario(seed, BIASES.get(name, Bias())))
-    print(told(*failure))
+    print(told(failure[0], *failure))
     assert len(failure[1]) <= STEPS_MAX
