@@ -167,7 +167,7 @@ class Simulation:
 
     def _pause(self, what: str, name: str) -> None:
         """Before any command of the publisher."""
-        if what == "unlink":
+        if what == "unlink" and name in self.redis.data:  # a restore removes once more what is gone
             self.rules.removing(name)
         work, rng = self.threads.current, self.threads.rng
         if work is not None and rng.random() < 0.1:
