@@ -7,8 +7,11 @@ from typing import Any
 
 import orjson
 
+from cache.store.blocklist import Blocklist
+from serving.http.service import Service
 from tests.simulation import nights
 from tests.simulation.nights import COUNT, ITEMS, LIVE, TABLE, WIDTH, generation_of, number_of
+from tests.simulation.virtual_loop import Host
 
 JSON = b"content-type: application/json\r\n"
 STORED = ("l1", "l2")
@@ -124,6 +127,21 @@ class Client(asyncio.Protocol):
     def _tell(self, reply: Reply) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(reply)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was known when a call began."""
+
+    call: Call
+    at: float
+    host: Host
+    service: Service | None
+    epoch: int | None
+    live: str | None
+    blocklist: Blocklist
+    stalled_s: float
+    redis_away_s: float
 
 
 class Wrong(AssertionError):

@@ -26,8 +26,8 @@ class Models:
         self.is_broken = False
         """True if no model opens."""
         self.twice: list[str] = []
-        self.can_talk: Callable[[], bool] = lambda: False
-        """True if processes have been able to tell each other what they compute."""
+        self.can_talk: Callable[[int], bool] = lambda _fingerprint: False
+        """True if processes have been able to tell each other that they compute for this entity."""
         self._threads = threads
         self._under_way: dict[Input, dict[Host, float]] = {}
 
@@ -44,7 +44,7 @@ class Models:
             if host in others:
                 self.twice.append(f"{host.name} computes {each} twice at once")
             elif any(
-                not other.is_dead and now - began < LEASE_S and self.can_talk()
+                not other.is_dead and now - began < LEASE_S and self.can_talk(each[1])
                 for other, began in others.items()
             ):
                 self.twice.append(f"{host.name} computes {each} while another one does: {others}")

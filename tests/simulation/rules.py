@@ -1,15 +1,16 @@
 """The rules that hold at every step of a simulation, whatever went wrong."""
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
 from serving.answers.sources import STORED
 from serving.http.service import Service
 from tests.simulation import nights
-from tests.simulation.callers import Call, Question, Reply, Wrong, judge
+from tests.simulation.callers import Asked, Call, Question, Reply, Wrong, judge
 from tests.simulation.leftovers import Broken, demand_nothing_left, demand_sums
 from tests.simulation.replicas import Replica
 from tests.simulation.virtual_loop import Host
@@ -36,21 +37,6 @@ CALM_S = 3.0
 """Calm seconds after which processes can talk: a slow model outlasts the wait for whoever computes, then both do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What was known when a call began."""
-
-    call: Call
-    at: float
-    host: Host
-    service: Service | None
-    epoch: int | None
-    live: str | None
-    blocklist: Blocklist
-    stalled_s: float
-    redis_away_s: float
-
-
 class Rules:
     """Rules of one simulation."""
 
@@ -66,8 +52,10 @@ class Rules:
         self._holds: dict[tuple[Host, str], float] = {}
         """Process and generation -> since when it was seen to be held."""
         self._probed: dict[Host, float] = {}
-        """Process -> its first call in this calm."""
+        """Process -> its first call in this calm that L1 did not answer."""
         self._probing_at = float("-inf")
+        self._waiting: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        """Fingerprint of an entity -> when each call with it stops waiting for another process."""
 
     # -- told of
 
@@ -99,12 +87,15 @@ class Rules:
     def _held_since(self, replica: Replica, generation: str) -> float:
         return self._holds.setdefault((replica.host, generation), self._of.loop.time())
 
-    def can_talk(self) -> bool:
+    def can_talk(self, fingerprint: int) -> bool:
         """True if processes have been able to tell each other what they compute: after calm, and none left Redis alone.
 
-        After an outage the first call finds out that it is over; those beside it have no lease.
+        After an outage the first call finds out that it is over; those beside it have no lease. Who has waited long
+        enough for another process' answer computes it as well.
         """
-        return self._of.faults.calm_s() > CALM_S < self._of.loop.time() - self._probing_at
+        now = self._of.loop.time()
+        has_waited = any(now >= alone_at for alone_at in self._waiting[fingerprint].values())
+        return self._of.faults.calm_s() > CALM_S < now - self._probing_at and not has_waited
 
     # -- calls
 
@@ -114,6 +105,9 @@ class Rules:
         held = None if service is None else service.follower.holding
         if service is not None and service.tiers._remote.stats.breaker != "closed":
             self._probing_at = self._of.loop.time()
+        for each in call.questions:
+            alone_at = self._of.loop.time() + 0.9 * min(0.2, call.deadline_ms / 2_000)
+            self._waiting[fingerprint(each.id.encode())].setdefault(id(call), alone_at)
         return Asked(
             call, self._of.loop.time(), replica.host, service,
             None if held is None else held.live.epoch,
@@ -126,6 +120,11 @@ class Rules:
     def _away_s(self, replica: Replica) -> float:
         """Seconds for which a replica has not been able to reach Redis."""
         return self._of.faults.lasting_s("redis down", "redis held", f"link held {replica.number}")
+
+    def ended(self, call: Call) -> None:
+        """A call that was answered, or whose caller left."""
+        for each in call.questions:
+            self._waiting[fingerprint(each.id.encode())].pop(id(call), None)
 
     def answered(self, asked: Asked, reply: Reply) -> list[Any]:
         """Judges a reply; what to write down of it."""
@@ -206,7 +205,8 @@ class Rules:
             if items - freed:
                 raise Wrong(f"blocked {LEARNS_S} s ago: {items - freed} in {answer}")
         number = nights.number_of(answer["generation"])
-        self._probed.setdefault(asked.host, asked.at)
+        if answer["source"] != "l1":
+            self._probed.setdefault(asked.host, asked.at)
         is_plain = not asked.call.exclude and not question.history and not asked.call.fresh
         if answer["source"] == "default" and nights.knows(number, question.id) and is_plain:
             reason = answer["reason"]

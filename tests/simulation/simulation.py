@@ -296,7 +296,10 @@ class Simulation:
                 self.sent[each.id][each.history] = self.loop.time()
         asked = self.rules.asked(call, replica)
         asking = self.loop.create_task(self._asked(call.request(), replica, call.leaves_after_s))
-        reply = await asking
+        try:
+            reply = await asking
+        finally:
+            self.rules.ended(call)
         if reply is not None:
             told = self.rules.answered(asked, reply)
             self.rules.step()
