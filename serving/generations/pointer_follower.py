@@ -62,6 +62,7 @@ class Follower:
         self._mending = Mending(shelf, timer)
         self._looking = asyncio.Lock()
         self._fetching: asyncio.Task[None] | None = None
+        self._is_unreachable = False
 
     @property
     def holding(self) -> Holding | None:
@@ -212,7 +213,7 @@ class Follower:
             return
         self.pursuit.took(pointer)
         self._mending.begin()
-        if trusted:
+        if trusted and not self._is_unreachable:
             self._unmark()
         log.info("serving generation %s of epoch %d", pointer.generation, pointer.epoch)
         if pointer.previous is not None and self.holding and self.holding.previous is None:
@@ -270,8 +271,13 @@ class Follower:
         try:
             raw, _ = await self._control.watch()
             now = None if raw is None else Pointer.from_bytes(raw)
-        except (TierUnavailable, CorruptArtefact):
+        except TierUnavailable:
+            self._mark("redis_unreachable")  # a load may take as long as a store hangs
             return None
+        except CorruptArtefact:
+            return None
+        if self._is_unreachable:
+            self._unmark()
         return now if judge(now, pointer) == "newer" else None
 
     async def _fetch(self, pointer: Pointer, generation: str) -> None:
@@ -280,9 +286,11 @@ class Follower:
             self.shelf.put(dataclasses.replace(self.holding, previous=previous))
 
     def _mark(self, why: str, remedy: str = "") -> None:
+        self._is_unreachable = why == "redis_unreachable"
         self.note("pointer", why, remedy)
         self._metrics.refreshes.labels(why).inc()
 
     def _unmark(self) -> None:
+        self._is_unreachable = False
         self.note("pointer", None)
         self._metrics.refreshes.labels("in_step").inc()

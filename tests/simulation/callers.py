@@ -142,6 +142,8 @@ class Asked:
     blocklist: Blocklist
     stalled_s: float
     redis_away_s: float
+    loaded: frozenset[str]
+    """Generations whose pages were in Redis."""
 
 
 class Wrong(AssertionError):

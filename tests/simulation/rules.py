@@ -115,6 +115,8 @@ class Rules:
             Blocklist() if held is None else held.live.blocklist,
             self._of.loop.stalled_s,
             self._away_s(replica),
+            frozenset() if held is None
+            else frozenset(each for each in held.generations if self._of.is_loaded(each)),
         )  # fmt: skip
 
     def _away_s(self, replica: Replica) -> float:
@@ -214,7 +216,7 @@ class Rules:
             is_probing = reason == "breaker_open" and asked.at < self._probed[asked.host] + 1.0
             if reason in ("l2_down", "l2_timeout", "breaker_open") and not is_probing:
                 raise Wrong(f"Redis is there, and {question} got {answer}")
-            if reason == "page_missing" and self._of.is_loaded(answer["generation"]):
+            if reason == "page_missing" and answer["generation"] in asked.loaded:
                 raise Wrong(f"the page is there, and {question} got {answer}")
 
     def _up_s(self, host: Host) -> float:

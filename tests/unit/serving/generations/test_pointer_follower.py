@@ -184,6 +184,23 @@ async def test_a_lost_redis_leaves_the_replica_ready_and_marked(scene: Scene) ->
     assert scene.follower.stale is None
 
 
+async def test_a_redis_that_goes_away_while_a_generation_loads_is_said_when_it_is_served(
+    scene: Scene,
+) -> None:
+    await scene.publish(pointer(A, 1))
+
+    def lose_redis() -> None:
+        scene.redis.down = True
+
+    scene.on_open = lose_redis
+    await scene.publish(pointer(B, 2, A))
+
+    assert scene.held[0] == B and scene.follower.stale == "redis_unreachable"
+    scene.redis.down = False
+    await scene.follower.look()
+    assert scene.follower.stale is None
+
+
 async def test_without_redis_a_replica_starts_from_the_newest_completed_release(
     scene: Scene,
 ) -> None:
