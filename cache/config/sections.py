@@ -43,6 +43,10 @@ class Sources:
     """Feature table of items, which is the catalogue."""
     category_column: str = "category"
     """Column of an item's category."""
+    user_vectors: str | None = None
+    """Vectors of users, of the bundle's dimensions: they are scored from these instead of by its user tower."""
+    vector_column: Filled = "vector"
+    """Column of vectors, lists of numbers."""
 
 
 @section

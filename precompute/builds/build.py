@@ -17,7 +17,7 @@ from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.partitions import catalogue
-from precompute.partitions.shard_files import KINDS
+from precompute.partitions.shard_files import kinds_of
 
 CUT_FORMAT = "%Y%m%dT%H%M%SZ"
 """Format of a generation id's beginning: its cut, in UTC, so older data sorts first."""
@@ -165,5 +165,5 @@ def fetch_items(build: Build) -> None:
 
 def fetch_partition(build: Build, shard: int) -> None:
     """A shard's partition of the sources."""
-    for kind in KINDS:
+    for kind in kinds_of(build.need("begin")):
         build.fetch(f"work/partition/{shard:04d}.{kind}")

@@ -20,7 +20,7 @@ from precompute.erasures.erasure import Erasure
 from precompute.erasures.host_records import EntityHolder, copies_on_hosts, left_out
 from precompute.partitions import holdout
 from precompute.partitions.catalogue import directory_file
-from precompute.partitions.shard_files import NAMING, shard_of
+from precompute.partitions.shard_files import kinds_of, naming, shard_of
 from precompute.sources.unusable import ids_in
 
 Fetch = Callable[[str], Path]
@@ -108,17 +108,19 @@ def _looked_up(
                 found |= {erasures[each].number for each in ours[is_in].tolist()}
         missed = [erasures[each] for each in ours.tolist() if erasures[each].number not in found]
         if kind == "user" and missed:
-            found |= _in_partition(missed, shard, fetch)
+            found |= _in_partition(missed, shard, naming(kinds_of(begun)), fetch)
     if len(found) < len(erasures):
         found |= _beyond_cut(kind, erasures, fetch)
     return found
 
 
-def _in_partition(erasures: Sequence[Erasure], shard: int, fetch: Fetch) -> set[int]:
+def _in_partition(
+    erasures: Sequence[Erasure], shard: int, kinds: Sequence[str], fetch: Fetch
+) -> set[int]:
     """Numbers of those in a shard's partition: a user without usable input has no record, but lies there."""
     ids = pa.array([each.entity for each in erasures], pa.string())
     found = set()
-    for name in NAMING:
+    for name in kinds:
         with pa.memory_map(str(fetch(f"work/partition/{shard:04d}.{name}"))) as source:
             users = pa.ipc.open_stream(source).read_all().column("user")
             is_in = pc.is_in(ids, value_set=pc.unique(users)).to_pylist()

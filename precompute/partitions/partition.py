@@ -21,9 +21,10 @@ from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased
 from precompute.partitions.shard_files import (
     HASH,
-    NAMING,
     ShardFiles,
     allow_files,
+    kinds_in,
+    naming,
     read_stream,
     shard_of,
     shard_paths,
@@ -38,6 +39,7 @@ from precompute.partitions.shard_input import (
     slice_shard,
 )
 from precompute.partitions.stages import Stages
+from precompute.partitions.user_vectors import VECTOR_ROWS, write_vectors
 from precompute.sources.columns import Ids
 from precompute.sources.features import read_values
 from precompute.sources.files import feature_file
@@ -47,7 +49,7 @@ from precompute.sources.readers import (
     read_features,
     read_interactions,
 )
-from precompute.sources.unusable import AGAIN, CASES, Case, Unusable
+from precompute.sources.unusable import AGAIN, CASES, Unusable
 
 USER_ROWS = "user_features"
 """Name of the feature table of users in reports."""
@@ -89,17 +91,19 @@ def partition(
     seed: int = 0,
     feature_columns: Sequence[str] = (),
     feature_inputs: Sequence[InputSpec] = (),
+    dims: int = 0,
     progress: Callable[[int], None] = lambda _rows: None,
     late: Callable[[Interactions], None] = lambda _late: None,
     restart: Callable[[], None] = lambda: None,
     hasher: Hasher = hash_ids,
     erased: Erased = NOBODY,
 ) -> Partitioned:
-    """Write each shard's Arrow files (KINDS) into `folder`, trying seeds until no id collides.
+    """Write each shard's Arrow files (`kinds_in`) into `folder`, trying seeds until no id collides.
 
-    What is erased is in none of them, nor in what `late` is told; `restart` is called before the sources are read once
-    more. Values that one of `feature_inputs` cannot use are noted. Raises ConfigError where this process may not open a
-    file for each shard, SourceError for an input that no row can fill.
+    Users' vectors, if the night is given any, must have `dims` numbers. What is erased is in none of the files, nor in
+    what `late` is told; `restart` is called before the sources are read once more. Values that one of `feature_inputs`
+    cannot use are noted. Raises ConfigError where this process may not open a file for each shard, SourceError for an
+    input that no row can fill.
     """
     folder.mkdir(parents=True, exist_ok=True)
     allow_files(FILES_AT_ONCE * config.shards)
@@ -110,6 +114,9 @@ def partition(
             config, items, folder, before, seed, progress, late, hasher, erased, unusable
         )
         _write_features(config, folder, seed, columns, feature_inputs, hasher, erased, unusable)
+        if config.sources.user_vectors:
+            named = partial(hashes_of, seed=seed, hasher=hasher)
+            write_vectors(config, folder, dims, named, erased, unusable)
         with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
             count = partial(_count_users, folder, shards=config.shards, unusable=unusable)
             users = list(pool.map(count, range(config.shards)))
@@ -120,24 +127,27 @@ def partition(
 
 
 def _count_users(folder: Path, shard: int, shards: int, unusable: Unusable) -> int | None:
-    """The entities of a shard, None when two share a hash; who comes twice in the feature table is noted."""
+    """The entities of a shard, None when two share a hash; who comes twice in a table is noted."""
     with scratch_folder(folder) as scratch:
-        slices = slice_shard(folder, shard, shards, scratch, rows=COUNTED_ROWS, kinds=NAMING)
+        kinds = naming(kinds_in(folder, shard))
+        slices = slice_shard(folder, shard, shards, scratch, rows=COUNTED_ROWS, kinds=kinds)
         users, hashes = (sum(each) for each in zip(*count_distinct(slices), strict=True))
         for number in slices.numbers:
-            _note_again(read_stream(*shard_paths(slices.folder, number, NAMING[1:])), unusable)
+            tables = map(read_stream, shard_paths(slices.folder, number, kinds[1:]))
+            for source, table in zip((USER_ROWS, VECTOR_ROWS), tables, strict=False):
+                _note_again(source, table, unusable)
     return users if users == hashes else None
 
 
-def _note_again(features: Any, unusable: Unusable) -> None:
+def _note_again(source: str, table: Any, unusable: Unusable) -> None:
     """Rows of users that an earlier row named: the first one counts."""
-    hashes = np.asarray(features.column(HASH))
+    hashes = np.asarray(table.column(HASH))
     order = np.argsort(hashes, kind="stable")
     placed = hashes[order]
     again = np.sort(order[1:][placed[1:] == placed[:-1]])
     if len(again):
-        named = features.column("user").take(pa.array(again[:CASES])).to_pylist()
-        unusable.note(USER_ROWS, AGAIN, len(again), ({"user": each} for each in named))
+        named = table.column("user").take(pa.array(again[:CASES])).to_pylist()
+        unusable.note(source, AGAIN, len(again), ({"user": each} for each in named))
 
 
 def _write(
@@ -233,12 +243,8 @@ def _note_values(ids: Ids, column: Any, spec: InputSpec, unusable: Unusable) -> 
     """Number of a batch's values that an input can use; those that say nothing are noted, missing ones are not."""
     values = read_values(column, spec)
     unusable.looked_at(source := f"{USER_ROWS}.{spec.column}", len(ids))
-
-    def case(row: int) -> Case:
-        return {"user": ids.names[int(ids.codes[row])].as_py()}
-
     if values.bad:
-        unusable.note_rows(source, values.bad, case)
+        unusable.note_rows(source, values.bad, lambda row: {"user": ids.name_of(row)})
     return int(values.usable.sum())
 
 

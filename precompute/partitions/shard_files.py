@@ -3,7 +3,7 @@
 import os
 import resource
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from cache.store.artefacts import sync_folder
 KINDS = ("rows", "ids", "features")
 """Kinds of files: what users did, their ids once for every batch of the sources, their features; all with a HASH."""
 
-NAMING = KINDS[1:]
-"""Kinds of files that say which users there are."""
+USER_VECTORS = "vectors"
+"""Kind of file that a partition has where the night is given vectors of users."""
 
 SPARE_FILES = 512
 """Descriptors left for all else: sources, artefacts, Redis, libraries."""
@@ -44,6 +44,21 @@ def shard_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.int64]:
 def shard_paths(folder: Path, shard: int, kinds: Sequence[str] = KINDS) -> list[Path]:
     """A shard's files of these kinds, in their order."""
     return [folder / f"{shard:04d}.{kind}" for kind in kinds]
+
+
+def kinds_of(begun: Mapping[str, Any]) -> tuple[str, ...]:
+    """Kinds of files of a partition, by the report of `begin`."""
+    return (*KINDS, USER_VECTORS) if begun.get("user_vectors") else KINDS
+
+
+def kinds_in(folder: Path, shard: int) -> tuple[str, ...]:
+    """Kinds of files that a shard has here."""
+    return kinds_of({"user_vectors": shard_paths(folder, shard, (USER_VECTORS,))[0].exists()})
+
+
+def naming(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The kinds that say which users there are: all but what they did."""
+    return tuple(kinds[1:])
 
 
 def read_stream(path: Path) -> Any:

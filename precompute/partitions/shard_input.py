@@ -14,19 +14,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.errors import CorruptArtefact
 from cache.format.ids import FINGERPRINT_SEED, hash_ids
+from precompute.partitions.grouping import by_time, distinct, first_rows, latest_of_each, places_of
 from precompute.partitions.shard_files import (
     HASH,
-    KINDS,
-    NAMING,
+    USER_VECTORS,
     ShardFiles,
     allow_files,
     count_rows,
     first_hash,
+    kinds_in,
+    naming,
     read_stream,
     shard_paths,
 )
+from precompute.partitions.user_vectors import vectors_of
 from precompute.sources.columns import Ids, hashes_of_texts, raws_of
 
 Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
@@ -65,6 +67,15 @@ class ShardInput:
     ordinals: NDArray[np.int64]
     features: dict[str, Any]
     history_limit: int = sys.maxsize
+    vectors: NDArray[np.float32] | None = None
+    """[entities, dims], a row of NaN for who has none; None where the night is given none."""
+
+    @property
+    def has_vector(self) -> NDArray[np.bool_]:
+        """Mask of the entities that bring their vector along, bool [entities]."""
+        if self.vectors is None:
+            return np.zeros(len(self.ids), np.bool_)
+        return ~np.isnan(self.vectors[:, 0])
 
 
 @contextmanager
@@ -84,14 +95,15 @@ def slice_shard(
     scratch: Path,
     *,
     rows: int | None = None,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] | None = None,
     first: int | None = None,
 ) -> Slices:
     """The shard itself if it is no larger than a slice (`rows` or SLICE_ROWS, SLICE_BYTES), else slices in `scratch`.
 
     So memory does not grow with the shard; one entity's rows stay together, however many they are. With `first` only
-    so many slices are written, those of the lowest hashes.
+    so many slices are written, those of the lowest hashes. Without `kinds` there are those that the shard has.
     """
+    kinds = kinds or kinds_in(folder, shard)
     paths = shard_paths(folder, shard, kinds)
     count = max(
         -(-sum(map(count_rows, paths)) // (rows or SLICE_ROWS)),
@@ -123,7 +135,7 @@ def _split(
     ends = range(numbers.start, min(numbers.stop + 1, total))
     firsts = np.array([first_hash(number, total) for number in ends], np.uint64)
     # Who there is can be told without what is known of them.
-    fields = None if tuple(kinds) == KINDS else [0, 1]
+    fields = [0, 1] if tuple(kinds) == naming(kinds_in(folder, shard)) else None
     for kind in kinds:
         targets = [each for number in numbers for each in shard_paths(target, number, (kind,))]
         (path,) = shard_paths(folder, shard, (kind,))
@@ -148,15 +160,16 @@ def hashes_of_names(ids: Ids, seed: int, hasher: Hasher = hash_ids) -> NDArray[n
 
 
 def count_distinct(slices: Slices) -> Iterator[tuple[int, int]]:
-    """(ids, hashes) that differ in each slice of NAMING kinds: as many of both, unless two ids share a hash."""
+    """(ids, hashes) that differ in each slice of naming kinds: as many of both, unless two ids share a hash."""
     for number in slices.numbers:
-        tables = [read_stream(path) for path in shard_paths(slices.folder, number, NAMING)]
+        kinds = naming(kinds_in(slices.folder, number))
+        tables = [read_stream(path) for path in shard_paths(slices.folder, number, kinds)]
         hashes = np.concatenate([np.asarray(each.column(HASH)) for each in tables])
         chunks = [chunk for each in tables for chunk in each.column("user").chunks]
         marks = [hashes_of_texts(chunk, FINGERPRINT_SEED) for chunk in chunks if len(chunk)]
         if any(each is None for each in marks):  # without what is compiled
             named = pa.chunked_array(chunks, pa.string())
-            yield len(pc.unique(named)), len(_distinct(hashes)[0])
+            yield len(pc.unique(named)), len(distinct(hashes)[0])
         else:
             yield _count_distinct(hashes, np.concatenate([np.empty(0, np.uint64), *marks]))
 
@@ -172,23 +185,23 @@ def _count_distinct(hashes: NDArray[np.uint64], marks: NDArray[np.uint64]) -> tu
 
 def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:
     """Group a shard's rows by entity: known items only, each once (its latest place)."""
-    rows, ids, features = map(read_stream, shard_paths(folder, shard))
-    named = pa.concat_tables([ids, features.select(ids.column_names)])
-    hashes, one_of = _distinct(np.asarray(named.column(HASH)))
+    kinds = kinds_in(folder, shard)
+    rows, ids, *others = map(read_stream, shard_paths(folder, shard, kinds))
+    named = pa.concat_tables([ids, *(each.select(ids.column_names) for each in others)])
+    features = others[0]
+    hashes, one_of = distinct(np.asarray(named.column(HASH)))
     names = named.column("user").take(pa.array(one_of)).combine_chunks()
 
     users = places_of(hashes, np.asarray(rows.column(HASH)))
     ordinals, times = np.asarray(rows.column("ordinal")), np.asarray(rows.column("time"))
     known = ordinals >= 0
     users, ordinals, times = users[known], ordinals[known], times[known]
-    by_time = _by_time(users, times)
-    users, ordinals = users[by_time], ordinals[by_time]
-    keep = _latest_of_each(users, ordinals)
+    order = by_time(users, times)
+    users, ordinals = users[order], ordinals[order]
+    keep = latest_of_each(users, ordinals)
     users, ordinals = users[keep], ordinals[keep]
 
-    featured = places_of(hashes, np.asarray(features.column(HASH)))
-    row_of = np.full(len(hashes), -1)
-    row_of[featured[::-1]] = np.arange(len(featured))[::-1]  # the first row of each
+    row_of = first_rows(hashes, features)
     return ShardInput(
         ids=raws_of(names),
         hashes=hashes,
@@ -199,74 +212,5 @@ def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:
             for name in features.column_names[2:]
         },
         history_limit=history_limit,
+        vectors=vectors_of(hashes, others[1]) if USER_VECTORS in kinds else None,
     )
-
-
-def _distinct(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """(each of them once, sorted; a row of each): as `np.unique`, whose sort is stable and five times slower."""
-    order = np.argsort(hashes)
-    placed = hashes[order]
-    first = np.ones(len(placed), np.bool_)
-    first[1:] = placed[1:] != placed[:-1]
-    return placed[first], order[first]
-
-
-def places_of(hashes: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Places of `wanted` in the sorted `hashes`, int64; raises CorruptArtefact for one that is not among them.
-
-    Hashes are spread evenly, so their leading bits say nearly where: an interpolation search, all of them at once.
-    """
-    if not len(wanted):
-        return np.empty(0, np.int64)
-    if not len(hashes) or wanted.min() < hashes[0] or wanted.max() > hashes[-1]:
-        raise _nameless()
-    first, reach = hashes[0], int(hashes[-1] - hashes[0])
-    shift = np.uint64(max(0, reach.bit_length() - len(hashes).bit_length() - 1))
-    buckets = np.arange((reach >> int(shift)) + 1, dtype=np.uint64)
-    starts = ((hashes - first) >> shift).searchsorted(buckets)
-    found: NDArray[np.int64] = starts[(wanted - first) >> shift]
-    before = np.flatnonzero(hashes[found] < wanted)
-    while len(before):
-        found[before] += 1
-        before = before[hashes[found[before]] < wanted[before]]
-    if (hashes[found] != wanted).any():
-        raise _nameless()
-    return found
-
-
-def _nameless() -> CorruptArtefact:
-    return CorruptArtefact(
-        "the partition has rows of users that it does not name: begin the night again"
-    )
-
-
-def _by_time(users: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Order that `np.lexsort((times, users))` gives: the users are numbered, for which numpy has a radix sort."""
-    order = np.argsort(times, kind="stable")
-    placed = users[order]
-    for shift in range(0, int(users.max(initial=0)).bit_length(), 16):
-        digits = (placed >> shift).astype(np.uint16)
-        again = np.argsort(digits, kind="stable")
-        order, placed = order[again], placed[again]
-    return order
-
-
-def _latest_of_each(users: NDArray[np.int64], ordinals: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Mask of the rows that are the last occurrence of their (user, item) pair.
-
-    Values alone are sorted several times faster than an order is found: that is for the rows whose pair comes again.
-    """
-    pairs = users * (int(ordinals.max(initial=0)) + 1) + ordinals
-    placed = np.sort(pairs)
-    repeated = placed[1:][placed[1:] == placed[:-1]]
-    keep = np.ones(len(pairs), np.bool_)
-    if len(repeated):
-        rows = np.arange(len(pairs))
-        if len(repeated) < len(pairs) // 8:
-            at = np.minimum(np.searchsorted(repeated, pairs), len(repeated) - 1)
-            rows = np.flatnonzero(repeated[at] == pairs)
-        order = rows[np.argsort(pairs[rows], kind="stable")]
-        last = np.ones(len(order), np.bool_)
-        last[:-1] = pairs[order[1:]] != pairs[order[:-1]]
-        keep[order] = last
-    return keep

@@ -19,6 +19,7 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.control.control_keys import connect
 from precompute.partitions.catalogue import ITEM_FEATURES
+from precompute.partitions.shard_files import USER_VECTORS
 from precompute.planning.capacity import CapacityLimits, verdicts
 from precompute.planning.hits import Hits, Popularity, hits, popularity_of, zipf
 from precompute.planning.memory import step_bytes
@@ -205,7 +206,12 @@ def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int)
         index=config.index,
         defaults_bytes=(root / "defaults.json").stat().st_size,
         interactions=round(users * int(begun["interactions"]) / len(trial.sample.ids)),
-        feature_bytes=_bytes_of(root.glob("work/partition/*.features")) / len(trial.sample.ids),
+        feature_bytes=_bytes_of(
+            path
+            for kind in ("features", USER_VECTORS)
+            for path in root.glob(f"work/partition/*.{kind}")
+        )
+        / len(trial.sample.ids),
         item_feature_bytes=_bytes_of(root.glob(ITEM_FEATURES)) / items,
         work_bytes=round(partition * users / len(trial.sample.ids)) + probe_bytes(users, per_user),
     )

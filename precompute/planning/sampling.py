@@ -17,7 +17,7 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, Sources
 from precompute.partitions.shard_input import hashes_of
 from precompute.sources.columns import Ids
-from precompute.sources.files import feature_file
+from precompute.sources.files import feature_file, source_file
 from precompute.sources.readers import Interactions, read_features, read_interactions
 
 SEED = 0x5DEECE66D
@@ -66,6 +66,8 @@ class Sample:
     times: NDArray[np.int64]
     features: Any
     """Arrow table of user features, OWNER among them; None where the models want none."""
+    vectors: Any = None
+    """Arrow table of users' vectors, OWNER among them; None where the night is given none."""
 
     def write(self, folder: Path, users: int, sources: Sources) -> Sources:
         """Files of so many users: the sample over and over, under new names from the second time on."""
@@ -84,17 +86,23 @@ class Sample:
         }
         file = folder / "interactions.parquet"
         pq.write_table(pa.table(columns), file)
-        given = None
-        if self.features is not None:
-            given = str(folder / "users.parquet")
-            owners = np.asarray(self.features.column(OWNER))
-            parts = []
+
+        def written(table: Any, path: Path) -> str | None:
+            if table is None:
+                return None
+            owners, parts = np.asarray(table.column(OWNER)), []
             for name, start in zip(names, rounds, strict=True):
                 kept = np.flatnonzero(owners < users - start)
-                part = self.features.take(pa.array(kept)).drop_columns([OWNER])
+                part = table.take(pa.array(kept)).drop_columns([OWNER])
                 parts.append(part.append_column(sources.user_column, pa.array(name[owners[kept]])))
-            pq.write_table(pa.concat_tables(parts), given)
-        return replace(sources, interactions=(str(file),), format="parquet", user_features=given)
+            pq.write_table(pa.concat_tables(parts), path)
+            return str(path)
+
+        return replace(
+            sources, interactions=(str(file),), format="parquet",
+            user_features=written(self.features, folder / "users.parquet"),
+            user_vectors=written(self.vectors, folder / "user_vectors.parquet"),
+        )  # fmt: skip
 
     def _names(self, copy: int) -> NDArray[Any]:
         if copy == 0:
@@ -119,8 +127,9 @@ def draw(
         found.add(batch.users.hashes(SEED))
         interactions += len(batch.times)
         progress("count users", interactions, 0)
-    for ids, _ in _features(config, columns):
-        found.add(ids.hashes(SEED))
+    for read in (_features(config, columns), _vectors(config)):
+        for ids, _ in read:
+            found.add(ids.hashes(SEED))
     if not found.count:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     wanted = min(len(found.smallest), max(USERS_MIN, round(share * found.count)))
@@ -132,23 +141,25 @@ def draw(
             pa.table({"user": kept.users.texts(), "item": kept.items.texts(), "time": kept.times})
         )
         progress("draw the sample", sum(map(len, rows)), 0)
-    return _sample(
-        found.count, interactions, pa.concat_tables(rows), _kept_features(config, columns, limit)
+    tables = [_kept(_features(config, columns), limit), _kept(_vectors(config), limit)]
+    return _sample(found.count, interactions, pa.concat_tables(rows), tables)
+
+
+def _sample(users: int, interactions: int, rows: Any, tables: Sequence[Any]) -> Sample:
+    given = [rows, *(each for each in tables if each is not None)]
+    coded = pc.dictionary_encode(
+        pa.concat_arrays([each.column("user").combine_chunks() for each in given])
     )
-
-
-def _sample(users: int, interactions: int, rows: Any, features: Any) -> Sample:
-    named = [rows.column("user").combine_chunks()]
-    if features is not None:
-        named.append(features.column("user").combine_chunks())
-    coded = pc.dictionary_encode(pa.concat_arrays(named))
-    codes = np.asarray(coded.indices, np.int64)
-    if features is not None:
-        owner = pa.array(codes[len(rows) :])
-        features = features.drop_columns(["user"]).append_column(OWNER, owner)
+    codes = np.split(np.asarray(coded.indices, np.int64), np.cumsum([*map(len, given)])[:-1])
+    owners = iter(codes[1:])
+    features, vectors = (
+        None if each is None
+        else each.drop_columns(["user"]).append_column(OWNER, pa.array(next(owners)))
+        for each in tables
+    )  # fmt: skip
     return Sample(
-        users, interactions, coded.dictionary.to_pylist(), codes[: len(rows)],
-        rows.column("item").combine_chunks(), np.asarray(rows.column("time")), features,
+        users, interactions, coded.dictionary.to_pylist(), codes[0],
+        rows.column("item").combine_chunks(), np.asarray(rows.column("time")), features, vectors,
     )  # fmt: skip
 
 
@@ -164,9 +175,16 @@ def _features(
         yield from read_features(path, config.sources.user_column, columns)
 
 
-def _kept_features(config: NightConfig, columns: Sequence[str], limit: np.uint64) -> Any:
+def _vectors(config: NightConfig) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
+    sources = config.sources
+    if sources.user_vectors:
+        path = source_file(sources.user_vectors, config.path("."))
+        yield from read_features(path, sources.user_column, (sources.vector_column,))
+
+
+def _kept(read: Iterator[tuple[Ids, Mapping[str, Any]]], limit: np.uint64) -> Any:
     parts = []
-    for ids, values in _features(config, columns):
+    for ids, values in read:
         kept = pa.array(hashes_of(ids, SEED) <= limit)
         parts.append(pa.table({"user": ids.texts(), **values}).filter(kept))
     return pa.concat_tables(parts) if parts else None

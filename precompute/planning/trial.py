@@ -95,7 +95,7 @@ class Trial:
         partition(
             replace(config, sources=sources), open_items(self.build.root, self.begun),
             self.build.root / PARTITION, before=None, seed=self.begun["user_seed"],
-            feature_columns=feature_columns(self.bundle),
+            feature_columns=feature_columns(self.bundle), dims=self.bundle.dims,
         )  # fmt: skip
 
         def score(_number: int) -> Mapping[str, float]:

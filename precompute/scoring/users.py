@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from precompute.config.settings import TableConfig
 from precompute.partitions.catalogue import VECTORS, directory_file, open_items
 from precompute.partitions.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
 from precompute.partitions.stages import Stages
+from precompute.scoring.chunk import Chunk
 from precompute.scoring.encoding import Answers, encode, finite_rows
 from precompute.scoring.inputs import bind, inputs_of
 from precompute.scoring.shard import Place, Scorers, described
 from precompute.scoring.tables import GrowingFile, PageFile
 from precompute.scoring.towers import AnyTower
-from precompute.sources.unusable import NOT_FINITE, UNFIT, Case, Unusable
-from precompute.topk.flat import Top
+from precompute.sources.unusable import NOT_FINITE, UNFIT, Unusable
 from precompute.topk.topk import AnyScorer
 
 CHUNK_USERS = 16_384
@@ -39,32 +39,6 @@ CHUNK_BYTES = 32 << 20
 """Bytes that the results of a chunk may take; seven chunks are under way at most."""
 
 PARTITION = "work/partition"
-
-
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """Some users in hash order on their way from the partition to the pages."""
-
-    ids: list[bytes]
-    hashes: NDArray[np.uint64]
-    histories: Histories
-    features: Mapping[str, Mapping[str, NDArray[Any]]]
-    usable: Mapping[str, NDArray[np.bool_]]
-    """Users with every input of each model; the others get no answer of it."""
-    seen: Histories
-    entities: int
-    """Entities of the shard up to the end of this chunk, those without input included."""
-    total: int
-    """Entities of the shard: exact with its last slice, estimated before."""
-    marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
-    """Users whose output of each model is finite."""
-    lists: dict[str, Top] = field(default_factory=dict)
-
-    def case(self, row: int) -> Case:
-        """Name of a user as a report gives it."""
-        return {"user": self.ids[row].decode()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +121,9 @@ class ShardWork:
         for done, (entities, left) in enumerate(self.inputs(scratch), 1):
             count = len(entities.ids)
             usable, histories, features = inputs_of(self.items, entities, specs)
-            rows_of_any = np.flatnonzero(_of_any(usable, histories, specs))
+            # Whoever brings a vector along needs no tower for it.
+            usable["user_tower"] &= ~entities.has_vector
+            rows_of_any = np.flatnonzero(_of_any(usable, histories, specs) | entities.has_vector)
             demand_disk(self.build.root, len(rows_of_any) * record_bytes * (left + 1))
             seen = Histories(entities.indptr, entities.ordinals)
             self.counts["entities"] = before + count
@@ -165,6 +141,7 @@ class ShardWork:
                     seen=seen.take(rows),
                     entities=before + int(rows[-1]) + 1,
                     total=(before + count) * (done + left) // done,
+                    vectors=None if entities.vectors is None else entities.vectors[rows],
                 )
             before += count
 
@@ -179,6 +156,7 @@ class ShardWork:
         with self.busy("tower"):
             for name, tower in self._towers().items():
                 chunk.outputs[name] = self._outputs(chunk, name, tower)
+            chunk.use_vectors()
         chunk.features = {}
         return chunk
 

@@ -67,6 +67,10 @@ class Ids:
         """Some of the rows."""
         return type(self)(*_used(self.names, self.codes[rows]))
 
+    def name_of(self, row: int) -> str:
+        """Id of a row."""
+        return str(self.names[int(self.codes[row])])
+
     def texts(self) -> Any:
         """Arrow strings, one for each row."""
         return self.names.take(pa.array(self.codes))

@@ -103,8 +103,8 @@ def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
 def all_files(config: NightConfig) -> list[SourceFile]:
     """All inputs of a night but its bundle."""
     sources = config.sources
-    features = [each for each in (sources.user_features, sources.item_features) if each]
-    return source_files([*sources.interactions, *features], config.path("."))
+    tables = (sources.user_features, sources.item_features, sources.user_vectors)
+    return source_files([*sources.interactions, *filter(None, tables)], config.path("."))
 
 
 def pin(files: Sequence[SourceFile]) -> tuple[str, list[dict[str, object]]]:

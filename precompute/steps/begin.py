@@ -33,7 +33,7 @@ from precompute.erasures.host_records import note_left_out
 from precompute.partitions import catalogue
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.partition import partition
-from precompute.partitions.shard_files import KINDS
+from precompute.partitions.shard_files import kinds_of
 from precompute.releases.registry import open_releases
 from precompute.releases.release_log import CUT_CHARS, ReleaseLog
 from precompute.scoring.inputs import demand_feature_types
@@ -185,6 +185,7 @@ def _prepare(
             build.root / "work/partition",
             before=parse_time(cut) if cut else None,
             feature_inputs=inputs,
+            dims=bundle.dims,
             progress=told,
             late=holdout.add,
             restart=holdout.restart,
@@ -201,11 +202,13 @@ def _prepare(
     write_atomically(
         build.path("defaults.json"), orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS)
     )
+    facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
+    kinds = kinds_of(facts)
     files = [
         catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX, "defaults.json",
         *(f"models/{model.name}.fp32.onnx" for model in bundle.models),
         *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
-        *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in KINDS),
+        *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in kinds),
         *([item_columns] if item_columns else []),
         holdout.write(build.root),
         *(f"bundle/{name}" for name in pinned),

@@ -170,11 +170,15 @@ class Evidence:
 
     @cached_property
     def user_vectors(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """(vectors float32 [n, dims], their rows of the sample)."""
+        """(vectors float32 [n, dims], their rows of the sample): those that the night was given, else the tower's."""
         inputs, rows = self.user_inputs(self.bundle.user_tower)
-        vectors = self.run(self.bundle.user_tower, inputs)
+        made = self.run(self.bundle.user_tower, inputs)
+        vectors = np.full((len(self.users.users.ids), self.bundle.dims), np.nan, np.float32)
+        vectors[rows] = made
+        if (given := self.users.users.vectors) is not None:
+            vectors = np.where(np.isnan(given), vectors, given)
         finite = np.isfinite(vectors).all(axis=1)  # whose is not has no record
-        return vectors[finite], rows[finite]
+        return vectors[finite], np.flatnonzero(finite)
 
     @cached_property
     def seen(self) -> Histories:

@@ -1,7 +1,7 @@
 """A stratified sample of the users of a generation, with what the night knew of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,8 +13,17 @@ from numpy.typing import NDArray
 from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
 from cache.format.manifest import EntitySet
-from precompute.partitions.shard_files import HASH, NAMING, read_batches, read_stream, shard_paths
+from precompute.partitions.shard_files import (
+    HASH,
+    USER_VECTORS,
+    kinds_in,
+    naming,
+    read_batches,
+    read_stream,
+    shard_paths,
+)
 from precompute.partitions.shard_input import ShardInput, scratch_folder, slice_shard
+from precompute.partitions.user_vectors import VECTOR
 from precompute.sources.columns import raws_of, text_hashes
 
 SHARDS_MAX: Final = 16
@@ -51,16 +60,20 @@ def sampled_shards(entities: EntitySet) -> list[int]:
 
 def names_of(folder: Path, shard: int) -> Iterator[Any]:
     """Arrow strings: every user that a shard's partition names, some of them again."""
-    for path in shard_paths(folder, shard, NAMING):
+    for path in _naming_paths(folder, shard):
         for batch in read_batches(path, fields=[0]):
             yield batch.column("user")
+
+
+def _naming_paths(folder: Path, shard: int) -> list[Path]:
+    return shard_paths(folder, shard, naming(kinds_in(folder, shard)))
 
 
 def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, int]]:
     """(user, ordinal) of all that these users chose before the cut."""
     wanted = pa.array(users, pa.string())
     user_of: dict[int, str] = {}
-    for path in shard_paths(folder, shard, NAMING):
+    for path in _naming_paths(folder, shard):
         for batch in read_batches(path, fields=[0, 1]):
             found = batch.filter(pc.is_in(batch.column("user"), value_set=wanted))
             user_of |= dict(
@@ -77,7 +90,7 @@ def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, in
 
 def _users(folder: Path, shard: int) -> Any:
     """Every distinct user that a slice names, with the hash."""
-    named = [read_stream(path) for path in shard_paths(folder, shard, NAMING)]
+    named = [read_stream(path) for path in _naming_paths(folder, shard)]
     return (
         pa.concat_tables([each.select(["user", HASH]) for each in named])
         .group_by(["user", HASH], use_threads=False)
@@ -117,7 +130,8 @@ def sample_users(
 def _slice(
     folder: Path, shard: int, directory: Directory, per_stratum: int, history_limit: int
 ) -> UserSample:
-    rows, features = (read_stream(folder / f"{shard:04d}.{kind}") for kind in ("rows", "features"))
+    kinds = kinds_in(folder, shard)
+    rows, _, features, *others = map(read_stream, shard_paths(folder, shard, kinds))
     users = _users(folder, shard).combine_chunks()
     grouped = rows.group_by(HASH).aggregate([("time", "min"), ("time", "max"), ("time", "count")])
     if pc.index_in(grouped.column(HASH), users.column(HASH)).null_count:
@@ -143,6 +157,8 @@ def _slice(
     chosen = {name: known[order[:per_stratum]] for name, order in orders.items()}
     picked = np.unique(np.concatenate(list(chosen.values())))
     users, chose = _inputs(rows, features, users, picked, hashes, history_limit)
+    if USER_VECTORS in kinds:
+        users = replace(users, vectors=_vectors(users, others[0]))
     strata = {name: np.searchsorted(picked, np.sort(each)) for name, each in chosen.items()}
     return UserSample(users, positions[picked], chose, strata, len(hashes), len(known))
 
@@ -194,6 +210,18 @@ def _inputs(
     return inputs, chose
 
 
+def _vectors(users: ShardInput, given: Any) -> NDArray[np.float32]:
+    """Vectors of these users as the partition has them, found another way: one user at a time."""
+    dims = given.schema.field(VECTOR).type.list_size
+    found = np.full((len(users.ids), dims), np.nan, np.float32)
+    names = given.column("user").combine_chunks()
+    for row, raw in enumerate(users.ids):
+        at = pc.index(names, pa.scalar(raw.decode(), names.type)).as_py()
+        if at >= 0:
+            found[row] = given.column(VECTOR)[at].as_py()
+    return found
+
+
 def _joined(parts: list[ShardInput]) -> ShardInput:
     lengths = np.concatenate([np.diff(part.indptr) for part in parts])
     return ShardInput(
@@ -206,4 +234,7 @@ def _joined(parts: list[ShardInput]) -> ShardInput:
             for name in parts[0].features
         },
         history_limit=parts[0].history_limit,
+        vectors=None
+        if parts[0].vectors is None
+        else np.concatenate([part.vectors for part in parts if part.vectors is not None]),
     )

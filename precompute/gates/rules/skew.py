@@ -52,10 +52,14 @@ def _compared(
         if strange:
             note = f"a record of {table.name} belongs to another entity"
             return Measured(False, strange, "its own record", note)
+        if not pairs and _all_bring_vectors(candidate, table):
+            continue
         if not pairs:
             return Measured(False, None, threshold, f"no entity of {table.name} could be compared")
         figures[table.name] = (_overlap if table.kind == "topk" else _cosine)(table, pairs)
         counts[table.name] = len(pairs)
+    if not figures:
+        return not_measured(threshold, "all sampled users were given with their vectors")
     named, worst = worst_of(figures)
     return at_least(worst, threshold, f"{what} of {counts[named]} entities in {named}")
 
@@ -78,6 +82,13 @@ def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pa
         if decode(table.layout, record).fingerprint != mark:
             return [], raws[row].decode()
     return list(zip(stored, live, strict=True)), ""
+
+
+def _all_bring_vectors(candidate: Candidate, table: Table) -> bool:
+    """True if no sampled user's answer is the tower's, so that there is nothing to compare."""
+    evidence = candidate.evidence
+    is_towers = table.producer.model == evidence.bundle.user_tower.name
+    return is_towers and bool(evidence.users.users.has_vector.all())
 
 
 def _asked(
@@ -104,7 +115,11 @@ def _asked(
         raws = [items.raw_id(row) for row in positions.tolist()]
     else:
         users = evidence.users.users
-        rows = few(usable_inputs(items, users, {table.name: spec})[0], SKEW_SAMPLE)
+        rows = usable_inputs(items, users, {table.name: spec})[0]
+        if table.producer.model == evidence.bundle.user_tower.name:
+            # Whoever brought a vector along was not answered by the tower.
+            rows = rows[~users.has_vector[rows]]
+        rows = few(rows, SKEW_SAMPLE)
         positions, raws = evidence.users.positions[rows], [users.ids[row] for row in rows.tolist()]
         sources = [
             LiveInput(

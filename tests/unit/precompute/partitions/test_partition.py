@@ -25,19 +25,20 @@ from cache.format.records.layout import Layout
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions import shard_files
+from precompute.partitions.grouping import places_of
 from precompute.partitions.partition import partition, sort_unique
 from precompute.partitions.shard_files import (
     HASH,
-    NAMING,
+    KINDS,
     ShardFiles,
     first_hash,
+    naming,
     read_stream,
     shard_of,
 )
 from precompute.partitions.shard_input import (
     ShardInput,
     count_distinct,
-    places_of,
     read_shard,
     slice_shard,
 )
@@ -270,10 +271,10 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_BYTES", 6_000)
 
     slices = slice_shard(folder, 0, 1, tmp_path / "scratch")
-    naming = slice_shard(folder, 0, 1, tmp_path / "naming", rows=3, kinds=NAMING)
+    namings = slice_shard(folder, 0, 1, tmp_path / "naming", rows=3, kinds=naming(KINDS))
 
     assert len(slices.numbers) >= 2
-    assert read_stream(tmp_path / f"naming/{naming.numbers[0]:04d}.features").column_names == [
+    assert read_stream(tmp_path / f"naming/{namings.numbers[0]:04d}.features").column_names == [
         "user", HASH,
     ]  # fmt: skip
 

@@ -1,0 +1,88 @@
+"""Vectors of users that a night is given: into the partition, and out of it again."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.model.tower_spec import InputSpec
+from precompute.config.settings import NightConfig
+from precompute.erasures.erasure import Erased
+from precompute.partitions.grouping import first_rows
+from precompute.partitions.shard_files import (
+    HASH,
+    USER_VECTORS,
+    ShardFiles,
+    shard_of,
+    shard_paths,
+)
+from precompute.sources.columns import Ids
+from precompute.sources.features import demand_type, read_values
+from precompute.sources.files import source_file
+from precompute.sources.readers import feature_schema, read_features
+from precompute.sources.unusable import Unusable
+
+VECTOR = "vector"
+"""Column of the partition's vectors."""
+
+VECTOR_ROWS = "user_vectors"
+"""Name of the table of users' vectors in reports."""
+
+
+def write_vectors(
+    config: NightConfig,
+    folder: Path,
+    dims: int,
+    hashes_of: Callable[[Ids], NDArray[np.uint64]],
+    erased: Erased,
+    unusable: Unusable,
+) -> None:
+    """Write each shard's file of the vectors that have `dims` finite numbers; the others are noted.
+
+    Raises SourceError for a column that is not of such vectors, or where none can be used.
+    """
+    sources = config.sources
+    path, column = source_file(str(sources.user_vectors), config.path(".")), sources.vector_column
+    spec = InputSpec("vector", "feature", "float32", column=column, width=dims)
+    demand_type(feature_schema(path, (column,)).field(column).type, spec, str(path))
+    texts, numbers = pa.string(), pa.list_(pa.float32(), dims)
+    schema = pa.schema([("user", texts), (HASH, pa.uint64()), (VECTOR, numbers)])
+    used = 0
+    paths = [path for n in range(config.shards) for path in shard_paths(folder, n, (USER_VECTORS,))]
+    with ShardFiles(paths, schema) as files:
+        for ids, values in read_features(
+            path, sources.user_column, (column,), source=VECTOR_ROWS, unusable=unusable
+        ):
+            unusable.looked_at(VECTOR_ROWS, len(ids))
+            found = read_values(values[column], spec)
+            if found.bad:
+                named = lambda row, ids=ids: {"user": ids.name_of(row)}  # noqa: E731
+                unusable.note_rows(VECTOR_ROWS, found.bad, named)
+            kept = found.usable & erased.keeps_users(ids)
+            used += int(kept.sum())
+            hashes, rows = hashes_of(ids)[kept], pa.array(found.numbers[kept].ravel())
+            files.write(
+                pa.table([
+                    ids.texts().filter(pa.array(kept)), hashes,
+                    pa.FixedSizeListArray.from_arrays(rows, dims),
+                ], schema=schema),
+                shard_of(hashes, config.shards),
+            )  # fmt: skip
+    if not used:
+        raise SourceError(
+            f"{path}: column {column!r} has no vector that can be used", column=column
+        )
+
+
+def vectors_of(hashes: NDArray[np.uint64], table: Any) -> NDArray[np.float32]:
+    """[hashes, dims]: the vector of each of the sorted hashes, a row of NaN for who has none."""
+    rows, dims = first_rows(hashes, table), table.schema.field(VECTOR).type.list_size
+    found = np.full((len(hashes), dims), np.nan, np.float32)
+    has_any = rows >= 0
+    numbers = np.asarray(table.column(VECTOR).combine_chunks().flatten()).reshape(-1, dims)
+    found[has_any] = numbers[rows[has_any]]
+    return found

@@ -1,0 +1,50 @@
+"""Chunk: some users of a shard on their way from the partition to the pages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.model.tower import Histories
+from precompute.sources.unusable import Case
+from precompute.topk.flat import Top
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Some users in hash order on their way from the partition to the pages."""
+
+    ids: list[bytes]
+    hashes: NDArray[np.uint64]
+    histories: Histories
+    features: Mapping[str, Mapping[str, NDArray[Any]]]
+    usable: Mapping[str, NDArray[np.bool_]]
+    """Users with every input of each model; the others get no answer of it."""
+    seen: Histories
+    entities: int
+    """Entities of the shard up to the end of this chunk, those without input included."""
+    total: int
+    """Entities of the shard: exact with its last slice, estimated before."""
+    vectors: NDArray[np.float32] | None = None
+    """[users, dims]: vectors that the night was given, a row of NaN for who brings none."""
+    marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+    """Users whose output of each model is finite."""
+    lists: dict[str, Top] = field(default_factory=dict)
+
+    def case(self, row: int) -> Case:
+        """Name of a user as a report gives it."""
+        return {"user": self.ids[row].decode()}
+
+    def use_vectors(self) -> None:
+        """Puts the vectors that the night was given in the place of the user tower's outputs."""
+        if self.vectors is None:
+            return
+        given = ~np.isnan(self.vectors[:, 0])
+        made = self.outputs["user_tower"]
+        self.outputs["user_tower"] = np.where(given[:, None], self.vectors, made)
+        self.answered["user_tower"] |= given
+        self.vectors = None

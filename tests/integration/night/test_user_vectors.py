@@ -1,0 +1,123 @@
+"""Vectors of users that a night is given: scored as they are, judged like the tower's, erased and planned with."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache.errors import SourceError
+from cache.format.gate_rules import SKEW
+from cache.format.item_table import ItemTable
+from cache.format.records.codec import decode
+from precompute.builds.build import Build
+from precompute.planning.sampling import draw
+from precompute.steps import begin
+from tests.integration import nights
+from tests.opened import open_generation
+
+DIMS = 16
+ONLY = "known-by-a-vector-alone"
+
+
+def write(config, users, vectors):
+    column = pa.array(vectors, pa.list_(pa.float64()))
+    pq.write_table(pa.table({"user": users, "vector": column}), config.path("user_vectors.parquet"))
+
+
+@pytest.fixture
+def config(tmp_path, redis_url):
+    config = nights.prepare(tmp_path, redis_url, users=120, items=60)
+    return replace(config, sources=replace(config.sources, user_vectors="user_vectors.parquet"))
+
+
+@pytest.fixture
+def given(config):
+    """Vectors of every other user, and of one of whom nothing else is known."""
+    users = [*sorted(nights.histories(config))[::2], ONLY]
+    vectors = np.random.default_rng(3).standard_normal((len(users), DIMS)).astype(np.float32)
+    write(config, users, vectors.tolist())
+    return dict(zip(users, vectors, strict=True))
+
+
+def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(config, given):
+    generation = nights.publish_night(config, nights.UNTIL)
+
+    manifest, root = open_generation(config.store(), generation)
+    items = ItemTable.open(root, manifest)
+    names = items.ids_of(np.arange(items.count))
+    layout = manifest.tables["user_vector"].layout
+    stored = nights.raw_records(config, generation, list(given), "user_vector")
+    lists = nights.top_lists(config, generation, [*given, *nights.histories(config)])
+    histories = nights.histories(config)
+    for user, vector in given.items():
+        assert np.allclose(decode(layout, stored[user]).numbers, vector, rtol=2**-10, atol=1e-6)
+        scores = np.asarray(items.vectors) @ vector
+        best = [names[at] for at in np.argsort(-scores, kind="stable")]
+        seen = set(histories.get(user, []))
+        assert lists[user] == tuple(each for each in best if each not in seen)[: nights.K]
+    assert set(histories) <= lists.keys()
+    assert SKEW in {each["rule"] for each in manifest.gates if each["passed"]}
+
+
+def test_where_all_users_bring_vectors_there_is_no_skew_to_measure(config):
+    users = sorted(nights.histories(config))
+    rng = np.random.default_rng(4)
+    write(config, users, rng.standard_normal((len(users), DIMS)).tolist())
+
+    generation = nights.publish_night(config, nights.UNTIL)
+
+    manifest, _ = open_generation(config.store(), generation)
+    assert {each["rule"] for each in manifest.gates} >= {"exact_lists", "exact_numbers"}
+    assert all(each["passed"] for each in manifest.gates)
+
+
+def test_vectors_that_say_nothing_are_noted_and_their_users_left_to_the_tower(config, given):
+    users = sorted(nights.histories(config))[:4]
+    good = [1.0] * DIMS
+    write(config, [*users, users[0]], [good, [float("nan")] * DIMS, good[:3], None, good])
+
+    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+
+    told = str(Build.of(config, build).need("begin")["unusable"])
+    for user in users[:3]:
+        assert user in told
+    assert users[3] not in told
+
+
+@pytest.mark.parametrize(
+    ("vectors", "said"),
+    [
+        ([[1.0] * 4, [2.0] * 4], "no vector that can be used"),
+        (None, "lists of width 16"),
+        ("missing", "user_vectors.parquet"),
+    ],
+)
+def test_a_table_that_holds_no_vector_of_the_bundles_dimensions_is_named(config, vectors, said):
+    if vectors is None:
+        pq.write_table(
+            pa.table({"user": ["a"], "vector": [1.5]}), config.path("user_vectors.parquet")
+        )
+    elif vectors != "missing":
+        write(config, ["a", "b"], vectors)
+
+    with pytest.raises(SourceError, match=said):
+        begin.run(config, data_until=nights.UNTIL, run_after=None)
+
+
+def test_other_vectors_make_another_generation(config, given):
+    first = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    write(config, list(given), [(2 * each).tolist() for each in given.values()])
+    second = begin.run(config, data_until=nights.UNTIL, run_after=None)
+
+    assert first["generation"] != second["generation"]
+
+
+def test_a_plan_samples_the_vectors_too(config, given, tmp_path):
+    sample = draw(config, 1.0)
+    sources = sample.write(tmp_path / "sample", len(sample.ids), config.sources)
+
+    found = pq.read_table(sources.user_vectors)
+    assert sorted(found["user"].to_pylist()) == sorted(given)
+    assert ONLY in sample.ids
