@@ -13,6 +13,9 @@ UV     := $(BIN)/uv
 UV_PIN  = $(shell sed -n 's/^\(uv==[^ ;]*\).*/\1/p' $(LOCK))
 LOCKING = $(UV) pip compile -q --universal --no-header --no-annotate --generate-hashes pyproject.toml
 
+DIST   ?= dist
+BUILD   = $(UV) build -q --no-build-isolation --python $(BIN)/python --out-dir $(DIST)
+
 # Random, printed, and the same for every use within one run: `make test SEED=...` repeats it.
 ifndef SEED
 SEED   := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
@@ -21,7 +24,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env feast-env audit-env audit licences lock clean
+.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env feast-env audit-env audit licences package-env package docs-env docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,12 +96,36 @@ audit: audit-env  ## advisories on what the locks pin; fails as well where no so
 licences: env  ## the licence of what the locks pin; fails for one that is not allowed
 	@$(BIN)/python -m infra.dependencies.licences
 
+package-env: env  # auditwheel in .venv-package, from a lock of its own
+	@test -x .venv-package/bin/python || $(UV) venv -q --python $(BIN)/python .venv-package
+	@VIRTUAL_ENV=$(CURDIR)/.venv-package $(UV) pip sync -q --require-hashes infra/locks/package.txt
+
+# The wheels are built from the sdist, so that what it lacks is missed at once.
+package: env package-env  ## sdist, pure wheel and, on x86-64 Linux, a manylinux wheel, in dist
+	@rm -rf $(DIST)
+	@$(BUILD) .
+	@LARDER_PURE=1 $(BUILD) --wheel $(DIST)/larder-*.tar.gz
+	@for wheel in $(DIST)/*-linux_x86_64.whl; do test ! -e "$$wheel" \
+	  || { PATH="$(CURDIR)/.venv-package/bin:$$PATH" auditwheel repair -w $(DIST) "$$wheel" && rm "$$wheel"; } || exit; done
+	@ls -1 $(DIST)
+
+docs-env: env  # Sphinx in .venv-docs, from a lock of its own
+	@test -x .venv-docs/bin/python || $(UV) venv -q --python $(BIN)/python .venv-docs
+	@VIRTUAL_ENV=$(CURDIR)/.venv-docs $(UV) pip sync -q --require-hashes infra/locks/docs.txt
+
+docs: docs-env  ## docs/ as a site in build/docs; a warning is an error
+	@.venv-docs/bin/python -m sphinx -q -W --keep-going -c docs -b html . build/docs
+	@echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' > build/docs/index.html
+	@echo "build/docs/index.html"
+
 lock: env  ## resolve pyproject.toml again; names, versions and hashes only
 	@$(LOCKING) --upgrade $(addprefix --extra ,airflow client dev local otel precompute top) -o infra/locks/all.txt
 	@$(LOCKING) --constraint infra/locks/all.txt -o infra/locks/serving.txt
 	@$(LOCKING) --constraint infra/locks/all.txt --extra precompute --extra airflow -o infra/locks/airflow.txt
 	@echo pip-audit | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/audit.txt
+	@printf 'auditwheel\npatchelf\n' | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/package.txt
+	@printf 'furo\nmyst-parser\nsphinx\n' | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/docs.txt
 
 clean:  ## removes the environment, caches and what the demo wrote
-	@rm -rf $(VENV) .venv-feast .venv-audit $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-feast .venv-audit .venv-package .venv-docs $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

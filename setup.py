@@ -1,4 +1,6 @@
-"""What is compiled: built where there is a C compiler, left out where there is none."""
+"""What is compiled: built where there is a C compiler, left out where there is none, or with LARDER_PURE=1."""
+
+import os
 
 from setuptools import Extension, setup
 
@@ -33,8 +35,13 @@ def compiled(name: str, folder: str, *libraries: str) -> Extension:
     )
 
 
+# For a wheel of any platform; FAISS and numpy do what is compiled otherwise.
+IS_PURE = os.environ.get("LARDER_PURE", "0") == "1"
+
 setup(
-    ext_modules=[
+    ext_modules=[]
+    if IS_PURE
+    else [
         compiled("precompute.topk._topk", TOPK, "m"),
         compiled("cache.native._columns", COLUMNS),
     ]

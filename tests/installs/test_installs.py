@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,22 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.config.settings import NightConfig
+from tests.installs.conftest import Install
 from tests.integration.nights import build_night
 from tests.integration.program import ROOT, environment, started
 
 pytestmark = pytest.mark.installs
 
-LOCKS = ROOT / "infra/locks"
-PACKED = (
-    "cache",
-    "dags",
-    "precompute",
-    "serving",
-    "pyproject.toml",
-    "setup.py",
-    "README.md",
-    "LICENSE",
-)
 SHOP = """
 namespace = "installed"
 shards = 2
@@ -39,53 +28,10 @@ item_features = "items.parquet"
 dims = 16
 """
 
-Install = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip install larder` would bring, built from a copy: a build folder keeps what is deleted since."""
-    source = tmp_path_factory.mktemp("source")
-    for name in PACKED:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("*.so", "__pycache__")
-            shutil.copytree(ROOT / name, source / name, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, source / name)
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*build, "-w", source / "wheels", source], check=True, cwd=source)
-    return next((source / "wheels").glob("larder-*.whl"))
-
-
-@pytest.fixture
-def install(wheel: Path, tmp_path: Path) -> Install:
-    """Makes an environment of the wheel, with an extra or exactly what a lock names; its Python."""
-
-    def make(extra: str = "", *, lock: str = "") -> Path:
-        folder = tmp_path / "environment"
-        uv("venv", "--python", sys.executable, str(folder))
-        python = folder / "bin/python"
-        if lock:
-            uv("pip", "sync", "--require-hashes", str(LOCKS / lock), python=python)
-        wanted = f"{wheel}[{extra}]" if extra else str(wheel)
-        uv("pip", "install", *(["--no-deps"] if lock else []), wanted, python=python)
-        return python
-
-    return make
-
 
 @pytest.fixture(scope="module")
 def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
     return build_night(tmp_path_factory.mktemp("night"), redis_url)
-
-
-def uv(*arguments: str, python: Path | None = None) -> None:
-    """Run uv quietly, on an environment."""
-    chosen = {} if python is None else {"VIRTUAL_ENV": str(python.parents[1])}
-    program = Path(sys.executable).with_name("uv")
-    subprocess.run(
-        [program, "-q", *arguments], check=True, env={**os.environ, **chosen}, timeout=600
-    )
 
 
 def clean(environ: dict[str, str], python: Path) -> dict[str, str]:
@@ -121,11 +67,21 @@ def said(python: Path, folder: Path, *arguments: str) -> "subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("lock", ["", "serving.txt"])
+@pytest.mark.parametrize(("lock", "is_pure"), [("", False), ("serving.txt", False), ("", True)])
 def test_the_base_install_serves(
-    install: Install, served: Callable[..., Iterator[str]], night: NightConfig, lock: str
+    install: Install,
+    served: Callable[..., Iterator[str]],
+    night: NightConfig,
+    tmp_path: Path,
+    lock: str,
+    *,
+    is_pure: bool,
 ) -> None:
-    python = install(lock=lock)
+    python = install(lock=lock, is_pure=is_pure)
+    kernels = "from cache.native.loader import kernels; print(kernels.__name__)"
+
+    used = "cache.native.pure\n" if is_pure else "cache.native._columns\n"
+    assert said(python, tmp_path, "-c", kernels).stdout == used
 
     for url in served(python):
         found = [httpx.get(f"{url}/v1/lookup/user_topk/{known(night)}").json() for _ in range(2)]
@@ -148,10 +104,11 @@ def test_what_a_base_install_lacks_is_named_with_its_remedy(
         assert found.stderr.count("\n") == 1 or words[0] == "-c", found.stderr
 
 
+@pytest.mark.parametrize("is_pure", [False, True])
 def test_the_extra_of_the_night_runs_a_night(
-    install: Install, night: NightConfig, tmp_path: Path
+    install: Install, night: NightConfig, tmp_path: Path, *, is_pure: bool
 ) -> None:
-    python = install("precompute,local")
+    python = install("precompute,local", is_pure=is_pure)
     for name in ("interactions.parquet", "items.parquet"):
         shutil.copy(night.path(name), tmp_path)
     (tmp_path / "larder.toml").write_text(SHOP)

@@ -128,7 +128,7 @@ def test_a_lock_pins_all_that_it_names_by_hash(name: str) -> None:
     text = Path(audit.__file__).parents[1].joinpath(f"locks/{name}.txt").read_text()
     heads = [line for line in text.splitlines() if not line.startswith(" ")]
 
-    assert len(lock(name)) == len(heads) > 20
+    assert len(lock(name)) == len(heads) > 3
     assert all(line.endswith("\\") for line in heads)
     with pytest.raises(ValueError, match="no pinned"):
         pins("git+ssh://somewhere/numpy\n")

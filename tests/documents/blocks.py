@@ -1,0 +1,51 @@
+"""Fenced blocks of the documents, as markdown-it reads them."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+from tests.unit.test_docs import PAGES
+from tests.unit.test_rooms import ROOT
+
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*")
+"""What stands right before a block that nobody runs: why."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: where it stands, its language, its text, and why it is not run, if it is not."""
+
+    page: str
+    line: int
+    kind: str
+    text: str
+    reason: str
+
+    @property
+    def place(self) -> str:
+        """Page and line, as editors take them."""
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: str, text: str) -> Iterator[Block]:
+    """Yield all blocks of a page, those within lists as well."""
+    before = None
+    for token in MarkdownIt("commonmark").parse(text):
+        if token.type in ("fence", "code_block"):
+            is_comment = before is not None and before.type == "html_block"
+            told = NOT_RUN.fullmatch(before.content) if before and is_comment else None
+            line = token.map[0] + 1 if token.map else 0
+            yield Block(page, line, token.info.strip(), token.content, told[1] if told else "")
+        before = token
+
+
+def of_page(page: Path) -> list[Block]:
+    """Return the blocks of a file of this repository."""
+    return list(blocks(str(page.relative_to(ROOT)), page.read_text()))
+
+
+ALL = [block for page in PAGES for block in of_page(page)]
+"""Every block of every document, in the order of pages and lines."""

@@ -1,0 +1,71 @@
+"""A shell that runs what documents tell a reader to type, one page after another."""
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.integration.program import ANNOUNCED
+
+PRELUDE = f"""
+set -euo pipefail
+curl() {{ command curl -sS --fail-with-body "$@"; echo; }}
+python() {{
+  case " $* " in
+    *" -m serving --port 8000 "*)  # serves until the page is done; readers take another terminal
+      command python "${{@/8000/0}}" > served.log 2>&1 &
+      echo $! >> served.pids
+      for _ in $(seq 900); do ! grep -q '^{ANNOUNCED}' served.log || return 0; kill -0 $! || break; sleep 0.2; done
+      cat served.log; return 1 ;;
+    *" status "*) command python "$@" || [ $? = 3 ] ;;  # 3: not all is well, which it says
+    *) command python "$@" ;;
+  esac
+}}
+"""
+ADDRESSES = ("http://127.0.0.1:8000", "http://localhost:8000")
+TIMEOUT_S = 500
+
+
+@dataclass
+class Shell:
+    """A folder, its environment, the address of its service, and what a text says for something of a reader's own."""
+
+    folder: Path
+    environ: dict[str, str]
+    url: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+
+    def sh(self, text: str) -> "subprocess.CompletedProcess[str]":
+        """What a block of commands says; the first that fails ends it."""
+        return self._run(["bash", "-c", PRELUDE + self._meant(text)])
+
+    def python(self, text: str) -> "subprocess.CompletedProcess[str]":
+        """What a program says."""
+        return self._run(["python", "-c", self._meant(text)])
+
+    def close(self) -> None:
+        """End the services that were started."""
+        pids = self.folder / "served.pids"
+        for pid in pids.read_text().split() if pids.exists() else ():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGINT)
+
+    def _meant(self, text: str) -> str:
+        log = self.folder / "served.log"
+        served = log.read_text().partition(ANNOUNCED)[2] if log.exists() else ""
+        url = served.split()[0] if served else self.url
+        for said, meant in [*((each, url) for each in ADDRESSES), *self.names.items()]:
+            text = text.replace(said, meant)
+        return text
+
+    def _run(self, words: list[str]) -> "subprocess.CompletedProcess[str]":
+        # A file, not pipes: a service that goes on would hold these open. And `timeout` ends what a shell started.
+        said = self.folder / "said.txt"
+        with said.open("w") as out:
+            done = subprocess.run(
+                ["timeout", str(TIMEOUT_S), *words], cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=subprocess.STDOUT, check=False,
+            )  # fmt: skip
+        return subprocess.CompletedProcess(words, done.returncode, said.read_text())

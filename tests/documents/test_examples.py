@@ -1,0 +1,74 @@
+"""Examples of the documents, run as they stand against one small night and its service.
+
+A page's blocks run in their order and share a folder: the shop's of `world`, or an empty one for a tutorial that makes
+its own.
+"""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.documents import world
+from tests.documents.blocks import ALL, Block
+from tests.documents.shell import Shell
+from tests.documents.test_blocks import RUN, place
+from tests.integration.program import started
+
+FROM_NOTHING = {"docs/tutorial/from-your-data.md"}
+"""Pages for whoever has nothing yet: an empty folder, no Redis, no settings."""
+
+EXAMPLES = [block for block in ALL if block.kind in RUN and not block.reason]
+ANSWERS = [block for block in ALL if block.kind == "json" and '"source"' in block.text]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Shell]:
+    """The shell in the shop's folder, with a service that answers."""
+    folder = tmp_path_factory.mktemp("shop")
+    generation = world.build(folder, redis_url)
+    environ = world.environment(redis_url, folder)
+    (folder / "etc").mkdir()
+    names = {
+        ".venv/bin/python": "python",
+        "/etc/larder": str(folder / "etc"),
+        "GENERATION": generation,
+        " plan --": " plan --seconds 1 --",
+        "deadline_ms=100": "deadline_ms=5000",  # tests share few cores
+    }
+    with started(environ, folder / "service.log", cwd=folder) as (_, url):
+        shell = Shell(folder, environ, url, names)
+        yield shell
+        shell.close()
+
+
+@pytest.fixture(scope="module")
+def nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """The shell of who has only installed Larder."""
+    folder = tmp_path_factory.mktemp("nothing")
+    environ = world.environment("", folder)
+    shell = Shell(
+        folder, {name: value for name, value in environ.items() if name not in world.OURS}
+    )
+    yield shell
+    shell.close()
+
+
+@pytest.mark.parametrize("block", EXAMPLES, ids=place)
+def test_an_example_runs(block: Block, request: pytest.FixtureRequest) -> None:
+    shell: Shell = request.getfixturevalue("nothing" if block.page in FROM_NOTHING else "shop")
+
+    done = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
+
+    assert done.returncode == 0, f"{block.place}\n{done.stdout}"
+
+
+@pytest.mark.parametrize("block", ANSWERS, ids=place)
+def test_an_answer_has_the_fields_and_types_of_a_real_one(block: Block, shop: Shell) -> None:
+    told = json.loads(block.text)
+    real = httpx.get(f"{shop.url}/v1/lookup/{told['table']}/{told['id']}").json()
+
+    assert {name: type(value) for name, value in told.items()} == {
+        name: type(value) for name, value in real.items()
+    }
