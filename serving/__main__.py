@@ -45,7 +45,6 @@ _COMMANDS = {
 }
 """Word -> module whose `main` takes what follows; any other command line serves."""
 
-
 PROG = "python -m serving"
 
 

@@ -15,7 +15,6 @@ from infra.demo.steps import Steps
 from infra.local.airflow_client import AirflowFailed
 from infra.local.service import ServiceFailed
 
-
 PROG = "python -m infra.demo"
 
 

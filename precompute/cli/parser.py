@@ -15,7 +15,6 @@ from precompute.cli.override import command as override
 from precompute.cli.step_commands import INSIDE_SCORE, step_command
 from precompute.cli.temporary_redis import load_again, nothing, verify_again
 
-
 PROG = "python -m precompute"
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _DAYS_MAX = 36_500.0
 
-
 PROG = "python -m serving tokens"
 
 

@@ -1,0 +1,91 @@
+"""Commands of `larder`: a line for each, with its group in the help, its module and the extras that it needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cache.process.extras import PRECOMPUTE, missing
+
+EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "precompute": PRECOMPUTE,
+    "airflow": ("airflow",),
+    "client": ("httpx",),
+    "completion": ("shtab",),
+    "top": ("rich",),
+}
+"""Extra -> modules that tell whether it is installed."""
+
+DEMO: Final = ("precompute", "airflow", "client")
+NIGHT: Final = "infra.cli.night_commands"
+"""Module of the commands that are those of `python -m precompute`, under the same names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Command of the table; `module` has `main(words, prog=...) -> int` and `argument_parser(prog)`.
+
+    A command without a `text` shares the last line of its group in the help.
+    """
+
+    name: str
+    group: str
+    module: str = NIGHT
+    text: str = ""
+    extras: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Extras without which it does not run."""
+        return ("precompute",) if self.module == NIGHT else self.extras
+
+
+GROUPS: Final = ("Start", "Night", "Day", "Releases", "Care", "Steps")
+"""Groups of the help, in its order."""
+
+ENTRIES: Final = (
+    Entry("init", "Start", "infra.cli.init.command", "write larder.toml from a look at your files", ("precompute",)),
+    Entry("check", "Start", "infra.cli.check", "sources, bundle, Redis, store, Airflow: ok, or what to do"),
+    Entry("demo", "Start", "infra.demo.__main__", "a night, the service and a roll back, on made-up data", DEMO),
+    Entry("redis", "Start", "infra.cli.redis", "a server for trying things out, until Ctrl-C"),
+    Entry("completion", "Start", "infra.cli.completion", extras=("completion",)),
+    Entry("train", "Night", text="train the reference bundle, without a model of your own"),
+    Entry("night", "Night", text="compute, check and publish a generation"),
+    Entry("plan", "Night", text="sizes and times of a night, foretold from a sample"),
+    Entry("hand-over", "Night"),
+    Entry("dags", "Night", "infra.cli.dags"),
+    Entry("serve", "Day", "serving.__main__", "answer over HTTP"),
+    Entry("lookup", "Day", "serving.explain.lookup_cli", "ask a running service for one answer"),
+    Entry("explain", "Day", "serving.explain.cli", "why it is that one"),
+    Entry("top", "Day", "serving.dashboard.terminal.command", "the dashboard in a terminal", ("top",)),
+    Entry("status", "Day", text="generations, replicas and the next night: is all well?"),
+    Entry("publish", "Releases"),
+    Entry("roll-back", "Releases"),
+    Entry("canary", "Releases"),
+    Entry("override", "Releases"),
+    Entry("pin", "Releases"),
+    Entry("unpin", "Releases"),
+    Entry("retire", "Releases"),
+    Entry("restore", "Releases"),
+    Entry("block", "Care"),
+    Entry("unblock", "Care"),
+    Entry("erase", "Care"),
+    Entry("audit", "Care"),
+    Entry("tokens", "Care", "serving.access.tokens_command"),
+    Entry("worklist", "Care"),
+    Entry("begin", "Steps"),
+    Entry("score", "Steps"),
+    Entry("index", "Steps"),
+    Entry("quantize", "Steps"),
+    Entry("load", "Steps"),
+    Entry("verify", "Steps"),
+    Entry("warm", "Steps"),
+)  # fmt: skip
+"""All commands, in the order of the help; one more is one more line."""
+
+BY_NAME: Final = {each.name: each for each in ENTRIES}
+
+
+def lacking(entry: Entry) -> str | None:
+    """Line about the first extra that a command needs and that is not installed; None if all are."""
+    lines = (missing(f"larder {entry.name}", each, *EXTRAS[each]) for each in entry.needs)
+    return next((line for line in lines if line), None)
