@@ -23,7 +23,7 @@ REDIS_S = 3.0
 State = Literal["ok", "to do", "not used"]
 
 
-class Finding(NamedTuple):
+class CheckLine(NamedTuple):
     """State of one thing that was looked at, and in words what was found or is to be done."""
 
     what: str
@@ -61,13 +61,13 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _looked(what: str, look: Callable[[], tuple[State, str]]) -> Finding:
+def _looked(what: str, look: Callable[[], tuple[State, str]]) -> CheckLine:
     try:
-        return Finding(what, *look())
+        return CheckLine(what, *look())
     except LarderError as error:
-        return Finding(what, "to do", error.message)
+        return CheckLine(what, "to do", error.message)
     except OSError as error:
-        return Finding(what, "to do", f"this machine refused: {error}")
+        return CheckLine(what, "to do", f"this machine refused: {error}")
 
 
 def _settings() -> tuple[State, str]:

@@ -21,7 +21,7 @@ NIGHT: Final = "infra.cli.night_commands"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CommandEntry:
     """Command of the table; `module` has `main(words, prog=...) -> int` and `argument_parser(prog)`.
 
     A command without a `text` shares the last line of its group in the help.
@@ -43,49 +43,49 @@ GROUPS: Final = ("Start", "Night", "Day", "Releases", "Care", "Steps")
 """Groups of the help, in its order."""
 
 ENTRIES: Final = (
-    Entry("init", "Start", "infra.cli.init.command", "write larder.toml from a look at your files", ("precompute",)),
-    Entry("check", "Start", "infra.cli.check", "sources, bundle, Redis, store, Airflow: ok, or what to do"),
-    Entry("demo", "Start", "infra.demo.__main__", "a night, the service and a roll back, on made-up data", DEMO),
-    Entry("redis", "Start", "infra.cli.redis", "a server for trying things out, until Ctrl-C"),
-    Entry("completion", "Start", "infra.cli.completion", extras=("completion",)),
-    Entry("train", "Night", text="train the reference bundle, without a model of your own"),
-    Entry("night", "Night", text="compute, check and publish a generation"),
-    Entry("plan", "Night", text="sizes and times of a night, foretold from a sample"),
-    Entry("hand-over", "Night"),
-    Entry("dags", "Night", "infra.cli.dags"),
-    Entry("serve", "Day", "serving.__main__", "answer over HTTP"),
-    Entry("lookup", "Day", "serving.explain.lookup_cli", "ask a running service for one answer"),
-    Entry("explain", "Day", "serving.explain.cli", "why it is that one"),
-    Entry("top", "Day", "serving.dashboard.terminal.command", "the dashboard in a terminal", ("top",)),
-    Entry("status", "Day", text="generations, replicas and the next night: is all well?"),
-    Entry("publish", "Releases"),
-    Entry("roll-back", "Releases"),
-    Entry("canary", "Releases"),
-    Entry("override", "Releases"),
-    Entry("pin", "Releases"),
-    Entry("unpin", "Releases"),
-    Entry("retire", "Releases"),
-    Entry("restore", "Releases"),
-    Entry("block", "Care"),
-    Entry("unblock", "Care"),
-    Entry("erase", "Care"),
-    Entry("audit", "Care"),
-    Entry("tokens", "Care", "serving.access.tokens_command"),
-    Entry("worklist", "Care"),
-    Entry("begin", "Steps"),
-    Entry("score", "Steps"),
-    Entry("index", "Steps"),
-    Entry("quantize", "Steps"),
-    Entry("load", "Steps"),
-    Entry("verify", "Steps"),
-    Entry("warm", "Steps"),
+    CommandEntry("init", "Start", "infra.cli.init.command", "write larder.toml from a look at your files", ("precompute",)),
+    CommandEntry("check", "Start", "infra.cli.check", "sources, bundle, Redis, store, Airflow: ok, or what to do"),
+    CommandEntry("demo", "Start", "infra.demo.__main__", "a night, the service and a roll back, on made-up data", DEMO),
+    CommandEntry("redis", "Start", "infra.cli.redis", "a server for trying things out, until Ctrl-C"),
+    CommandEntry("completion", "Start", "infra.cli.completion", extras=("completion",)),
+    CommandEntry("train", "Night", text="train the reference bundle, without a model of your own"),
+    CommandEntry("night", "Night", text="compute, check and publish a generation"),
+    CommandEntry("plan", "Night", text="sizes and times of a night, foretold from a sample"),
+    CommandEntry("hand-over", "Night"),
+    CommandEntry("dags", "Night", "infra.cli.dags"),
+    CommandEntry("serve", "Day", "serving.__main__", "answer over HTTP"),
+    CommandEntry("lookup", "Day", "serving.explain.lookup_cli", "ask a running service for one answer"),
+    CommandEntry("explain", "Day", "serving.explain.cli", "why it is that one"),
+    CommandEntry("top", "Day", "serving.dashboard.terminal.command", "the dashboard in a terminal", ("top",)),
+    CommandEntry("status", "Day", text="generations, replicas and the next night: is all well?"),
+    CommandEntry("publish", "Releases"),
+    CommandEntry("roll-back", "Releases"),
+    CommandEntry("canary", "Releases"),
+    CommandEntry("override", "Releases"),
+    CommandEntry("pin", "Releases"),
+    CommandEntry("unpin", "Releases"),
+    CommandEntry("retire", "Releases"),
+    CommandEntry("restore", "Releases"),
+    CommandEntry("block", "Care"),
+    CommandEntry("unblock", "Care"),
+    CommandEntry("erase", "Care"),
+    CommandEntry("audit", "Care"),
+    CommandEntry("tokens", "Care", "serving.access.tokens_command"),
+    CommandEntry("worklist", "Care"),
+    CommandEntry("begin", "Steps"),
+    CommandEntry("score", "Steps"),
+    CommandEntry("index", "Steps"),
+    CommandEntry("quantize", "Steps"),
+    CommandEntry("load", "Steps"),
+    CommandEntry("verify", "Steps"),
+    CommandEntry("warm", "Steps"),
 )  # fmt: skip
 """All commands, in the order of the help; one more is one more line."""
 
 BY_NAME: Final = {each.name: each for each in ENTRIES}
 
 
-def lacking(entry: Entry) -> str | None:
+def lacking(entry: CommandEntry) -> str | None:
     """Line about the first extra that a command needs and that is not installed; None if all are."""
     lines = (missing(f"larder {entry.name}", each, *EXTRAS[each]) for each in entry.needs)
     return next((line for line in lines if line), None)

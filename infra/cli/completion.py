@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
-from infra.cli.commands import ENTRIES, Entry, lacking
+from infra.cli.commands import ENTRIES, CommandEntry, lacking
 
 SHELLS: Final = {
     "bash": 'eval "$(larder completion bash)"   # in ~/.bashrc',
@@ -37,7 +37,7 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """One parser of all commands; those whose extra is missing stand in it without options."""
+    """Parser of all commands together; those whose extra is missing stand in it without options."""
     import shtab
 
     whole = argparse.ArgumentParser(prog="larder")
@@ -54,7 +54,7 @@ def whole_parser() -> argparse.ArgumentParser:
     return whole
 
 
-def _parser_of(entry: Entry) -> argparse.ArgumentParser:
+def _parser_of(entry: CommandEntry) -> argparse.ArgumentParser:
     found: argparse.ArgumentParser = import_module(entry.module).argument_parser(
         f"larder {entry.name}"
     )

@@ -36,7 +36,7 @@ class DagFile:
         return f"{_MARK} of Larder {RELEASE} ({_digest(body)}): changes are overwritten.\n{body}"
 
     def state(self) -> State:
-        """What is there now."""
+        """State of the target now."""
         try:
             found = self.target.read_text()
         except FileNotFoundError:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
-from infra.cli.commands import ENTRIES, GROUPS, Entry
+from infra.cli.commands import ENTRIES, GROUPS, CommandEntry
 
 COLUMNS = 79
 _GROUP, _NAME = 10, 9
@@ -22,7 +22,7 @@ def page() -> str:
     return "\n".join([_START, "", *lines, "", _END])
 
 
-def _lines(group: str, entries: list[Entry]) -> Iterator[str]:
+def _lines(group: str, entries: list[CommandEntry]) -> Iterator[str]:
     rows = [f"{each.name:<{_NAME}} {each.text}" for each in entries if each.text]
     if rest := ", ".join(each.name for each in entries if not each.text):
         rows += textwrap.wrap(rest, COLUMNS - _GROUP, break_on_hyphens=False)

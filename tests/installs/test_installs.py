@@ -23,6 +23,7 @@ PACKED = (
     "cache",
     "dags",
     "precompute",
+    "infra",
     "serving",
     "pyproject.toml",
     "setup.py",

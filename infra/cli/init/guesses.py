@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.cli.init.look import Seen, are_unique
+from infra.cli.init.look import FoundTable, are_unique
 from infra.cli.init.roles import Role, Roles, plain, roles_of
 
 FEW_ITEMS = 1_024
@@ -20,9 +20,9 @@ MILLISECONDS_FROM = 100_000_000_000
 class Guesses:
     """Guesses, and in words what stands behind them; a column that is None was not recognised."""
 
-    interactions: Seen | None = None
+    interactions: FoundTable | None = None
     columns: dict[Role, str | None] = field(default_factory=dict)
-    features: dict[str, Seen] = field(default_factory=dict)
+    features: dict[str, FoundTable] = field(default_factory=dict)
     """Feature tables, by `item` and `user`."""
     category: str | None = None
     items: int | None = None
@@ -38,7 +38,7 @@ class Guesses:
         return not self.missing
 
 
-def guess(tables: Sequence[Seen], remarks: Sequence[str]) -> Guesses:
+def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
     """Guesses from tables, the largest first."""
     found = Guesses(notes=list(remarks))
     known = {each.title: roles_of(each.columns) for each in tables}
@@ -60,7 +60,7 @@ def guess(tables: Sequence[Seen], remarks: Sequence[str]) -> Guesses:
     return found
 
 
-def _interactions(found: Guesses, both: list[Seen], known: dict[str, Roles]) -> None:
+def _interactions(found: Guesses, both: list[FoundTable], known: dict[str, Roles]) -> None:
     table, *others = both
     roles = known[table.title]
     found.interactions = table
@@ -99,7 +99,7 @@ def _few_items(found: Guesses) -> int | None:
     return count if count < FEW_ITEMS else None
 
 
-def _half(found: Guesses, table: Seen, roles: Roles) -> None:
+def _half(found: Guesses, table: FoundTable, roles: Roles) -> None:
     """The largest table is taken for the interactions; what is not recognised in it is to be written."""
     found.interactions = table
     found.columns = {
@@ -114,7 +114,7 @@ def _half(found: Guesses, table: Seen, roles: Roles) -> None:
             )
 
 
-def _features(found: Guesses, table: Seen, roles: Roles) -> None:
+def _features(found: Guesses, table: FoundTable, roles: Roles) -> None:
     """Takes a table with one row for each item, or user, if a night can read it."""
     for entity in ("item", "user"):
         role: Role = "item" if entity == "item" else "user"
@@ -144,7 +144,7 @@ def _features(found: Guesses, table: Seen, roles: Roles) -> None:
 
 
 def _no_times(column: Any) -> str | None:
-    """Why a column holds no times that a night can read; None if it does."""
+    """Reason why a column holds no times that a night can read; None if it does."""
     kind = column.type
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return None
@@ -164,7 +164,7 @@ def _no_times(column: Any) -> str | None:
     return None
 
 
-def _about_weight(table: Seen, name: str) -> list[str]:
+def _about_weight(table: FoundTable, name: str) -> list[str]:
     values = table.sample[name]
     told = f"rows with {name!r} above 0 are interactions, all alike"
     if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)) or not len(

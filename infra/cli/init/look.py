@@ -25,7 +25,7 @@ _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", "::": "double colon
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class FoundTable:
     """Table of one or more files with the same columns; `pattern` names them as `larder.toml` does."""
 
     pattern: tuple[str, ...]
@@ -43,7 +43,7 @@ class Seen:
         return ", ".join(self.pattern[:3]) + (", ..." if len(self.pattern) > 3 else "")
 
 
-def look(folder: Path, base: Path) -> tuple[list[Seen], list[str]]:
+def look(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
     """Tables below a folder, the largest first, their patterns relative to `base`; and remarks on what is none."""
     groups: dict[tuple[str, tuple[str, ...]], list[Path]] = defaultdict(list)
     remarks: list[str] = []
@@ -68,7 +68,7 @@ def look(folder: Path, base: Path) -> tuple[list[Seen], list[str]]:
     return sorted(seen, key=lambda each: -each.size_bytes), remarks
 
 
-def are_unique(table: Seen, column: str) -> bool:
+def are_unique(table: FoundTable, column: str) -> bool:
     """True if no value of a column comes twice, in all rows of Parquet and the first ones of CSV."""
     if table.format == "parquet":
         values = pa.chunked_array(
@@ -126,7 +126,7 @@ def _csv(path: Path) -> Any:
 
 
 def _no_table(path: Path, names: list[str]) -> str | None:
-    """Why a file cannot be read as it is; None if it can."""
+    """Reason why a file cannot be read as it is; None if it can."""
     if _ENDINGS[_ending(path)] == "parquet":
         return None
     for sign, name in _SEPARATORS.items():
@@ -137,7 +137,7 @@ def _no_table(path: Path, names: list[str]) -> str | None:
     return None
 
 
-def _seen(files: list[Path], all_files: list[Path], base: Path) -> Seen:
+def _seen(files: list[Path], all_files: list[Path], base: Path) -> FoundTable:
     first = files[0]
     kind = _ENDINGS[_ending(first)]
     rows: int | None = None
@@ -153,7 +153,9 @@ def _seen(files: list[Path], all_files: list[Path], base: Path) -> Seen:
             sample = pa.Table.from_batches([reader.read_next_batch()])
     columns = {each.name: _kind(each.type) for each in sample.schema}
     size = sum(each.stat().st_size for each in files)
-    return Seen(_pattern(files, all_files, base), tuple(files), kind, columns, sample, rows, size)
+    return FoundTable(
+        _pattern(files, all_files, base), tuple(files), kind, columns, sample, rows, size
+    )
 
 
 def _pattern(files: list[Path], all_files: list[Path], base: Path) -> tuple[str, ...]:
