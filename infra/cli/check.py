@@ -182,7 +182,7 @@ def _airflow(_config: "NightConfig") -> tuple[State, str]:
     states = {file.target: file.state() for file in files_in(folder)}
     for target, state in states.items():
         if state in ("older", "changed", "foreign", "missing"):
-            return "to do", f"{target} is {_AIRFLOW[state]}: `larder dags install`"
+            return "to do", f"{target}: {_AIRFLOW[state]}; `larder dags install`"
     return "ok", f"{len(states)} DAGs in {Path(folder)}"
 
 

@@ -8,14 +8,15 @@ from cache.process.extras import PRECOMPUTE, missing
 
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "precompute": PRECOMPUTE,
-    "airflow": ("airflow",),
+    "airflow": ("airflow", *PRECOMPUTE),
     "client": ("httpx",),
     "completion": ("shtab",),
     "top": ("rich",),
 }
 """Extra -> modules that tell whether it is installed."""
 
-DEMO: Final = ("precompute", "airflow", "client")
+DEMO: Final = ("airflow", "client")
+PRECOMPUTES: Final = ("precompute",)
 NIGHT: Final = "infra.cli.night_commands"
 """Module of the commands that are those of `python -m precompute`, under the same names."""
 
@@ -43,7 +44,7 @@ GROUPS: Final = ("Start", "Night", "Day", "Releases", "Care", "Steps")
 """Groups of the help, in its order."""
 
 ENTRIES: Final = (
-    CommandEntry("init", "Start", "infra.cli.init.command", "write larder.toml from a look at your files", ("precompute",)),
+    CommandEntry("init", "Start", "infra.cli.init.command", "write larder.toml from a look at your files", PRECOMPUTES),
     CommandEntry("check", "Start", "infra.cli.check", "sources, bundle, Redis, store, Airflow: ok, or what to do"),
     CommandEntry("demo", "Start", "infra.demo.__main__", "a night, the service and a roll back, on made-up data", DEMO),
     CommandEntry("redis", "Start", "infra.cli.redis", "a server for trying things out, until Ctrl-C"),
@@ -86,6 +87,8 @@ BY_NAME: Final = {each.name: each for each in ENTRIES}
 
 
 def lacking(entry: CommandEntry) -> str | None:
-    """Line about the first extra that a command needs and that is not installed; None if all are."""
-    lines = (missing(f"larder {entry.name}", each, *EXTRAS[each]) for each in entry.needs)
-    return next((line for line in lines if line), None)
+    """Line about the extras that a command needs and that are not installed; None if all are."""
+    who, extras = f"larder {entry.name}", entry.needs
+    absent = [each for each in extras if missing(who, each, *EXTRAS[each])]
+    modules = (name for each in absent for name in EXTRAS[each])
+    return missing(who, ",".join(absent), *modules)

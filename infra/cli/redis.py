@@ -36,7 +36,7 @@ def main(words: Sequence[str], *, prog: str) -> int:
         with never_swallowed(), server(state, password=secrets.token_urlsafe(24)) as running:
             print(f"Redis runs at {place_of(running.url)}", flush=True)
             print(
-                f"Commands with the same settings use it (its password is in {state / 'redis.json'}). It keeps "
+                f"Commands with the same settings use it (its password is in {state / 'redis.json'}). It keeps"
             )
             print(
                 "nothing: `larder restore` fills the next one from the store. Ctrl-C ends it.",
