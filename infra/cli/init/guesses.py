@@ -43,8 +43,8 @@ def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
     found = Guesses(notes=list(remarks))
     known = {each.title: roles_of(each.columns) for each in tables}
     both = [each for each in tables if {"user", "item"} <= known[each.title].columns.keys()]
-    # What a name told goes before what was left over, whatever their sizes.
-    both.sort(key=lambda each: len(known[each.title].guessed))
+    # A column that was only left over counts where no other table has both by name.
+    both = [each for each in both if not known[each.title].guessed] or both[:1]
     if both:
         _interactions(found, both, known)
     elif tables:
@@ -118,7 +118,7 @@ def _features(found: Guesses, table: FoundTable, roles: Roles) -> None:
     """Takes a table with one row for each item, or user, if a night can read it."""
     for entity in ("item", "user"):
         role: Role = "item" if entity == "item" else "user"
-        if (name := roles.columns.get(role)) is None:
+        if (name := roles.columns.get(role)) is None or role in roles.guessed:
             continue
         title, wanted = f"{table.title} looks like features of {entity}s", found.columns.get(role)
         if table.format != "parquet":

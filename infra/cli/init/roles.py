@@ -49,6 +49,15 @@ FITS: Final[Mapping[Role, tuple[Kind, ...]]] = {
 """Role -> kinds that a night can read in it."""
 
 
+_NO_ID: Final = frozenset(
+    {
+        "", "index", "id", "unnamed0", "title", "name", "description", "text", "comment", "review", "url", "image",
+        "price", "country", "city", "gender", "sex", "age", "device", "event", "eventtype", "action", "language", "year",
+    }
+)  # fmt: skip
+"""Names of columns that are never taken for ids because no other is left."""
+
+
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Column of each role that was recognised, and remarks about those that only seem to have one."""
@@ -100,12 +109,7 @@ def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[s
 def _like_an_id(name: str, kind: Kind) -> bool:
     told = plain(name)
     is_other = any(told in _NAMES[role] for role in ("timestamp", "weight", "category"))
-    return (
-        kind in FITS["user"]
-        and not is_other
-        and not told.startswith("unnamed")
-        and told not in ("", "index", "id")
-    )
+    return kind in FITS["user"] and not is_other and told not in _NO_ID
 
 
 def _unfit(role: Role, name: str, kind: Kind) -> str:

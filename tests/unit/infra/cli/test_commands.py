@@ -122,11 +122,11 @@ def test_what_is_not_known_is_named_with_the_nearest(
 @pytest.mark.parametrize(
     ("hidden", "words", "end"),
     [
-        (("pyarrow",), ("night",), "larder night needs pyarrow, not installed here: pip install 'larder[precompute]'"),
+        (("pyarrow",), ("night",), "needs pyarrow, not installed here: pip install 'larder[precompute]'"),
         (("onnx", "scipy"), ("init",), "needs onnx, scipy, not installed here: pip install 'larder[precompute]'"),
         (("rich",), ("top",), "larder top needs rich, not installed here: pip install 'larder[top]'"),
         (("shtab",), ("completion", "zsh"), "needs shtab, not installed here: pip install 'larder[completion]'"),
-        (("airflow", "httpx"), ("demo",), "needs airflow, httpx, not installed here: pip install 'larder[airflow,client]'"),
+        (("airflow", "httpx"), ("demo",), "airflow, httpx, not installed here: pip install 'larder[airflow,client]'"),
     ],
 )  # fmt: skip
 def test_an_extra_that_is_missing_is_named(
@@ -179,7 +179,7 @@ def test_what_stands_after_a_command_reaches_it_as_it_is(
     ("error", "code", "line"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
-        (PermissionError(13, "Permission denied", "x"), 1, "larder: this machine refused: [Errno 13] Permission denied: 'x'"),
+        (PermissionError(13, "Denied", "x"), 1, "larder: this machine refused: [Errno 13] Denied: 'x'"),
         (ZeroDivisionError("by zero"), 1, "larder: internal error: ZeroDivisionError: by zero"),
     ],
 )  # fmt: skip
