@@ -52,7 +52,8 @@ FITS: Final[Mapping[Role, tuple[Kind, ...]]] = {
 _NO_ID: Final = frozenset(
     {
         "", "index", "id", "unnamed0", "title", "name", "description", "text", "comment", "review", "url", "image",
-        "price", "country", "city", "gender", "sex", "age", "device", "event", "eventtype", "action", "language", "year",
+        "price", "country", "city", "gender", "sex", "age", "device", "event", "eventtype", "action", "language",
+        "year",
     }
 )  # fmt: skip
 """Names of columns that are never taken for ids because no other is left."""

@@ -1,6 +1,7 @@
 """`larder`: its help, its table of commands, and the line that it prints where it cannot go on."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,6 +74,13 @@ def test_a_command_stands_once_and_in_a_group_of_the_help() -> None:
     groups = [each.group for each in ENTRIES]
     assert groups == sorted(groups, key=GROUPS.index)
     assert {extra for each in ENTRIES for extra in each.needs} == set(EXTRAS)
+
+
+def test_the_page_has_every_command() -> None:
+    rows = (ROOT / "docs/reference/command-line.md").read_text().partition("## Commands")[2]
+    told = {name.split()[0] for name in re.findall(r"`([^`]+)`", rows.partition("\n## ")[0])}
+
+    assert set(BY_NAME) <= told
 
 
 def test_every_command_of_the_modules_can_be_reached() -> None:
