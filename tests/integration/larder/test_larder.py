@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,10 @@ from tests.conftest import redis_binary
 
 ROOT = Path(__file__).parents[3]
 START_S = 60.0
+NOTHING: Mapping[str, str] = {}
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(more: Mapping[str, str]) -> dict[str, str]:
     """Without any setting from outside."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
     for name in ("REDIS_URL", "AIRFLOW_HOME", "AIRFLOW__CORE__DAGS_FOLDER"):
@@ -31,11 +32,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, **server, "PYTHONPATH": str(ROOT), "LARDER_DEADLINE_MS": "5000", **more}
 
 
-def larder(folder: Path, *words: str, code: int = 0, **more: str) -> str:
+def larder(folder: Path, *words: str, code: int = 0, environ: Mapping[str, str] = NOTHING) -> str:
     """What a command prints; it ends with this code, and with no traceback."""
     found = subprocess.run(
         [sys.executable, "-m", "infra.cli", *words],
-        cwd=folder, env=environment(**more), capture_output=True, text=True, check=False, timeout=180,
+        cwd=folder, env=environment(environ), capture_output=True, text=True, check=False, timeout=180,
     )  # fmt: skip
     assert found.returncode == code, (words, found.stdout, found.stderr)
     assert "Traceback" not in found.stderr
@@ -43,13 +44,15 @@ def larder(folder: Path, *words: str, code: int = 0, **more: str) -> str:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *words: str, until: str, **more: str) -> Iterator[str]:
+def running(
+    folder: Path, *words: str, until: str, environ: Mapping[str, str] = NOTHING
+) -> Iterator[str]:
     """A command that runs until Ctrl-C: the end of its first line that begins with `until`; it ends well."""
     log = folder / f"{words[0]}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "infra.cli", *words],
-            cwd=folder, env=environment(**more), stdout=output, stderr=subprocess.STDOUT, text=True,
+            cwd=folder, env=environment(environ), stdout=output, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     try:
         give_up = time.monotonic() + START_S
@@ -88,16 +91,16 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
 
     told = larder(shop, "init", "exports")
     assert "user = visitorId, item = Article_ID, timestamp = occurred_at, weight = plays" in told
-    before = json.loads(larder(shop, "check", "--json", code=3, **redis))
+    before = json.loads(larder(shop, "check", "--json", code=3, environ=redis))
     assert {each["what"] for each in before if each["state"] == "to do"} == {"bundle"}
 
     larder(shop, "train", "--quiet")
-    larder(shop, "check", **redis)
-    assert " gates passed" in larder(shop, "night", **redis)
-    status = json.loads(larder(shop, "status", "--json", **redis))
+    larder(shop, "check", environ=redis)
+    assert " gates passed" in larder(shop, "night", environ=redis)
+    status = json.loads(larder(shop, "status", "--json", environ=redis))
     (generation,) = [each["generation"] for each in status["generations"]]
 
-    with running(shop, "serve", "--port", "0", until="Larder serves on ", **redis) as url:
+    with running(shop, "serve", "--port", "0", until="Larder serves on ", environ=redis) as url:
         answer = json.loads(
             larder(shop, "lookup", "user_topk", "u-00001", "--k", "5", "--url", url, "--json")
         )
@@ -121,7 +124,7 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
         assert "there is no table 'nothing'; there are item_similar," in refused
         assert refused.startswith("larder: ") and refused.count("\n") == 1
 
-        seen = json.loads(larder(shop, "status", "--json", **redis))
+        seen = json.loads(larder(shop, "status", "--json", environ=redis))
         assert (seen["live"], len(seen["replicas"])) == (generation, 1)
 
 
@@ -131,16 +134,18 @@ def test_without_a_redis_one_is_started_for_all(shop: Path, tmp_path: Path) -> N
         "LARDER_ARTIFACTS": str(tmp_path / "store"),
     }
     larder(shop, "init", "exports", "--force")
-    larder(shop, "train", "--quiet", **settings)
+    larder(shop, "train", "--quiet", environ=settings)
 
-    with running(shop, "redis", until="Redis runs at ", **settings) as place:
+    with running(shop, "redis", until="Redis runs at ", environ=settings) as place:
         found = running_server(tmp_path / "state")
         assert found is not None and found.url.endswith(f"{place}/0")
-        again = larder(shop, "redis", code=2, **settings)
+        again = larder(shop, "redis", code=2, environ=settings)
         assert again.startswith("larder: one runs already for ") and place in again
-        larder(shop, "night", "--quiet", **settings)
-        assert f"{place}, of `larder redis`" in larder(shop, "check", **settings)
-        with running(shop, "serve", "--port", "0", until="Larder serves on ", **settings) as url:
+        larder(shop, "night", "--quiet", environ=settings)
+        assert f"{place}, of `larder redis`" in larder(shop, "check", environ=settings)
+        with running(
+            shop, "serve", "--port", "0", until="Larder serves on ", environ=settings
+        ) as url:
             told = larder(shop, "lookup", "user_topk", "u-00001", "--url", url)
             assert " from l2, " in told.splitlines()[0]
 

@@ -73,7 +73,13 @@ def test_usual_names_are_recognised_and_can_be_read(
     timestamp: str,
     weight: str,
 ) -> None:
-    columns = {"x": [1.5] * 60, weight: [3] * 60, timestamp: TIMES, item: ITEMS, user: USERS}
+    columns: dict[str, list[Any]] = {
+        "x": [1.5] * 60,
+        weight: [3] * 60,
+        timestamp: TIMES,
+        item: ITEMS,
+        user: USERS,
+    }
     write_csv(here / "data" / "log.csv", columns)
 
     told = init(capsys, "data")
