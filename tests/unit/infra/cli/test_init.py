@@ -22,8 +22,6 @@ TIMES = [1_700_000_000 + number for number in range(60)]
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, which is the current one."""
-    for name in ("LARDER_CONFIG", "LARDER_NAMESPACE", "REDIS_URL"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
