@@ -4,10 +4,10 @@ import os
 import signal
 import sys
 
-from cache.process.extras import missing
+from cache.process.extras import PRECOMPUTE, missing
 
 if __name__ == "__main__":
-    if line := missing("precompute", "precompute", "onnx", "pyarrow", "rich", "scipy"):
+    if line := missing("precompute", "precompute", *PRECOMPUTE):
         print(f"larder: {line}", file=sys.stderr)
         sys.exit(2)
     # The libraries below take a second or two to load; until then an interrupt has nothing to undo.
@@ -19,18 +19,19 @@ import atexit
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import NoReturn
 
 from cache.errors import LarderError
 from cache.process.interrupts import never_swallowed
 from precompute.cli.console import Told, bars_on, err, out, show
-from precompute.cli.parser import parser_of_commands
+from precompute.cli.parser import PROG, parser_of_commands
 from precompute.cli.temporary_redis import redis_for
 from precompute.config.settings import night_config
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Exit code: 0 done, 1 refused or failed, 2 wrong usage, 3 what `status` saw is not well, 130 interrupted."""
-    arguments = parser_of_commands().parse_args(argv)
+    arguments = parser_of_commands(prog).parse_args(argv)
     try:
         _on_interrupt(_interrupt)
         overrides = {
@@ -87,8 +88,12 @@ def _on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Hand
         signal.signal(number, handler)
 
 
-if __name__ == "__main__":
-    code = main()
+def leave(code: int) -> NoReturn:
+    """Ends the program after `main`; an interrupt meanwhile ends it at once."""
     _on_interrupt(_end)  # a thread that hangs can still be left behind
     atexit.register(_on_interrupt, signal.SIG_IGN)  # what is left is over in a moment
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

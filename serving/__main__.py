@@ -39,19 +39,22 @@ log = logging.getLogger("serving")
 _BACKLOG = 2_048
 _COMMANDS = {
     "explain": "serving.explain.cli",
+    "lookup": "serving.explain.lookup_cli",
     "tokens": "serving.access.tokens_command",
     "top": "serving.dashboard.terminal.command",
 }
 """Word -> module whose `main` takes what follows; any other command line serves."""
 
+PROG = "python -m serving"
 
-def main(arguments: Sequence[str] | None = None) -> int:
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Runs the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words and words[0] in _COMMANDS:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[words[0]]).main
         return command(words[1:])
-    sent = argument_parser().parse_args(words)
+    sent = argument_parser(prog).parse_args(words)
     from serving.config.settings import (
         ServingConfig,
         check_files,
@@ -91,15 +94,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def argument_parser() -> argparse.ArgumentParser:
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m serving",
+        prog=prog,
         description="Serve predictions; or `top`: show the dashboard of a service. "
         "Settings: the [serving] section of LARDER_CONFIG, then the "
         "environment (REDIS_URL, LARDER_ARTIFACTS, LARDER_NAMESPACE, LARDER_STATE, LARDER_TOKEN, "
         "LARDER_<SETTING>), then these options. `python -m serving explain --help`: "
-        "why an entity is answered as it is; `tokens --help`: tokens with scopes, quotas and expiry.",
+        "why an entity is answered as it is; `lookup --help`: its answer; `tokens --help`: tokens with scopes, quotas "
+        "and expiry.",
     )
     parser.add_argument("--host", help="address to bind (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to bind, 0 = any free one (default 8000)")

@@ -2,6 +2,9 @@
 
 from importlib.util import find_spec
 
+PRECOMPUTE = ("onnx", "pyarrow", "rich", "scipy")
+"""Modules of the extra `precompute`."""
+
 
 def missing(who: str, extra: str, *modules: str) -> str | None:
     """Message for an installation that lacks top-level `modules` which `who` needs; None if all are there."""

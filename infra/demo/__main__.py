@@ -15,10 +15,12 @@ from infra.demo.steps import Steps
 from infra.local.airflow_client import AirflowFailed
 from infra.local.service import ServiceFailed
 
+PROG = "python -m infra.demo"
 
-def main(argv: Sequence[str] | None = None) -> int:
+
+def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Exit code: 0 everything held, 1 something broke, 130 interrupted."""
-    sent = _parser().parse_args(argv)
+    sent = argument_parser(prog).parse_args(argv)
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
@@ -40,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m infra.demo",
+        prog=prog,
         description="Train, precompute through a real Airflow, serve, swap and roll back under traffic, and check it.",
     )
     parser.add_argument(

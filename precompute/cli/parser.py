@@ -15,35 +15,29 @@ from precompute.cli.override import command as override
 from precompute.cli.step_commands import INSIDE_SCORE, step_command
 from precompute.cli.temporary_redis import load_again, nothing, verify_again
 
+PROG = "python -m precompute"
 
-def parser_of_commands() -> argparse.ArgumentParser:
+
+def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     """Each command sets `run`, which Redis it needs, and how a new one is prepared."""
     parser = argparse.ArgumentParser(
-        prog="python -m precompute",
+        prog=prog,
         description="Precompute predictions for every known entity and publish them as one generation.",
         epilog="Settings: a TOML file (--config or LARDER_CONFIG), then LARDER_ARTIFACTS, LARDER_NAMESPACE, "
         "LARDER_STATE and REDIS_URL. Without REDIS_URL a server of our own runs for the life of the command, or "
         "that of a running `make serve` is joined. Single steps keep their state in Redis: with REDIS_URL set "
         "they need not load their generation again each time.",
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file with the night's settings")
-    parser.add_argument("--namespace", help="keeps several Larders apart in one Redis")
-    parser.add_argument(
-        "--artifacts", metavar="URL", type=_place, help="artefact store: a folder or an fsspec URL"
-    )
-    parser.add_argument(
-        "--state", metavar="DIR", type=_place, help="this host's own files (default .larder)"
-    )
-    parser.add_argument("--bundle", metavar="DIR", type=_place, help="the model bundle")
-    parser.add_argument("--shards", type=int, help="hash ranges to score separately")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    parser.add_argument("--debug", action="store_true", help="tracebacks of errors")
+    _add_shared_options(parser)
+    # Behind the command as well, without a default that would undo what stands before it.
+    behind = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    _add_shared_options(behind.add_argument_group("options of all commands"))
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(
         name: str, run: Command, text: str, *, generation: bool = False
     ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=text, description=text, parents=[behind])
         command.set_defaults(run=run, redis="own", prepare=nothing)
         if generation:
             command.add_argument(
@@ -219,6 +213,21 @@ def parser_of_commands() -> argparse.ArgumentParser:
         if name not in commands.choices and name not in INSIDE_SCORE:
             add(name, step_command(name), f"run the step {name}", generation=True)
     return parser
+
+
+def _add_shared_options(to: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    to.add_argument("--config", metavar="FILE", help="TOML file with the night's settings")
+    to.add_argument("--namespace", help="keeps several Larders apart in one Redis")
+    to.add_argument(
+        "--artifacts", metavar="URL", type=_place, help="artefact store: a folder or an fsspec URL"
+    )
+    to.add_argument(
+        "--state", metavar="DIR", type=_place, help="this host's own files (default .larder)"
+    )
+    to.add_argument("--bundle", metavar="DIR", type=_place, help="the model bundle")
+    to.add_argument("--shards", type=int, help="hash ranges to score separately")
+    to.add_argument("--quiet", action="store_true", help="no progress bars")
+    to.add_argument("--debug", action="store_true", help="tracebacks of errors")
 
 
 def _place(text: str) -> str:

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 
 _DAYS_MAX = 36_500.0
 
+PROG = "python -m serving tokens"
 
-def main(arguments: Sequence[str]) -> int:
+
+def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     """Exit code: 0 done, 2 not (the reason goes to standard error)."""
     from cache.config.serving import ServingConfig  # pydantic: not for --help
 
-    sent = argument_parser().parse_args(arguments)
+    sent = argument_parser(prog).parse_args(arguments)
     try:
         config = ServingConfig.load(os.environ)
         path = Path(sent.file).absolute() if sent.file else Path(config.tokens_file)
@@ -54,10 +56,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def argument_parser() -> argparse.ArgumentParser:
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m serving tokens",
+        prog=prog,
         description="Named tokens of the service: what each may do, how much of it, until when. The file holds their "
         "hashes; a running service reads it again within a second. Changes are in `python -m precompute audit`.",
     )

@@ -1,181 +1,27 @@
 """`python -m serving explain`: asks a running service why it answers an entity as it does, and shows what it says."""
 
 import argparse
-import contextlib
-import http.client
-import os
-import ssl
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-from urllib.parse import quote, urlsplit
+from collections.abc import Sequence
 
-import orjson
-
-from cache.errors import ConfigError
-from serving.access.client_tls import add_tls_options, context_of
+from serving.explain.asking import add_question, answer_to
 from serving.explain.console import show
 
-_BODY_MAX = 64 << 20
+PROG = "python -m serving explain"
 
 
-class Failed(Exception):
-    """The service could not be asked, or said no; the text says what to do."""
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     """Exit code: 0 explained, 1 not (the reason goes to standard error), 2 wrong usage."""
-    parser = argument_parser()
-    sent = parser.parse_args(arguments)
-    try:
-        target = _target(sent.url)
-        body, tls = _body(sent), context_of(sent)
-    except (ValueError, ConfigError) as error:
-        parser.error(str(error))
-    try:
-        told = ask(target, sent, body, tls)
-    except Failed as error:
-        print(f"larder: {error}", file=sys.stderr)
-        return 1
-    if sent.json:
-        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
-    else:
-        show(told)
-    return 0
+    parser = argument_parser(prog)
+    return answer_to(parser.parse_args(arguments), parser, "explain", show)
 
 
-def argument_parser() -> argparse.ArgumentParser:
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m serving explain",
+        prog=prog,
         description="Why a running service answers an entity as it does: which rung would answer, what each holds, the "
         "record with its page and checksums, what the model says now, and the difference. Nothing is changed by "
         "asking. Exit code: 0 explained, 1 the service could not be asked or refused, 2 wrong usage.",
     )
-    parser.add_argument("table", help="a table, as /v1/generations lists them")
-    parser.add_argument("entity", help="an id; 7 and 007 are two")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    parser.add_argument("--token", help="default: LARDER_TOKEN of the environment")
-    add_tls_options(parser)
-    parser.add_argument("--k", type=int, help="items of the list (default: all)")
-    parser.add_argument("--generation", help="one that the service holds (default: the live one)")
-    parser.add_argument(
-        "--history", help="item ids to compute from, oldest first, with commas; @FILE: one a line"
-    )
-    parser.add_argument("--features", metavar="JSON", help="feature columns to compute from")
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds (default: 10)")
-    parser.add_argument("--json", action="store_true", help="what the service says, as it is")
+    add_question(parser)
     return parser
-
-
-def _target(url: str) -> tuple[str, str, int, str]:
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    try:
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"--url {url!r}: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"--url is http://host:port or https://host, not {url!r}")
-    port = port or (443 if parts.scheme == "https" else 80)
-    return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
-
-
-def _body(sent: argparse.Namespace) -> dict[str, Any] | None:
-    """Request body to post; None where a GET says all. Raises ValueError."""
-    if sent.history is None and sent.features is None:
-        return None
-    entity: dict[str, Any] = {"id": sent.entity}
-    if sent.history is not None:
-        entity["history"] = _history(sent.history)
-    if sent.features is not None:
-        try:
-            entity["features"] = orjson.loads(sent.features)
-        except orjson.JSONDecodeError as error:
-            raise ValueError(f"--features is a JSON object: {error}") from error
-    options = {"k": sent.k, "generation": sent.generation}
-    return {"entities": [entity]} | {k: v for k, v in options.items() if v is not None}
-
-
-def _history(text: str) -> list[str]:
-    if not text.startswith("@"):
-        return [each for each in text.split(",") if each]
-    try:
-        return [each for each in Path(text[1:]).read_text().splitlines() if each]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--history: {error}") from error
-
-
-def ask(
-    target: tuple[str, str, int, str],
-    sent: argparse.Namespace,
-    body: dict[str, Any] | None,
-    tls: ssl.SSLContext | None = None,
-) -> dict[str, Any]:
-    """Sends the request and returns the service's explanation; raises Failed."""
-    scheme, host, port, root = target
-    where = f"{scheme}://{host}:{port}{root}"
-    token = sent.token if sent.token is not None else os.environ.get("LARDER_TOKEN", "")
-    headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
-    path = f"{root}/v1/explain/{quote(sent.table, safe='')}"
-    if body is None:
-        options = {"k": sent.k, "generation": sent.generation}
-        query = "&".join(f"{k}={quote(str(v))}" for k, v in options.items() if v is not None)
-        path += f"/{quote(sent.entity, safe='')}" + (f"?{query}" if query else "")
-    made: http.client.HTTPConnection
-    if scheme == "https":
-        made = http.client.HTTPSConnection(host, port, timeout=sent.timeout, context=tls)
-    else:
-        made = http.client.HTTPConnection(host, port, timeout=sent.timeout)
-    try:
-        with contextlib.closing(made) as connection:
-            connection.request(
-                "GET" if body is None else "POST",
-                path,
-                body=None if body is None else orjson.dumps(body),
-                headers=headers,
-            )
-            response = connection.getresponse()
-            raw = response.read(_BODY_MAX)
-    except TimeoutError as error:
-        raise Failed(f"{where} did not answer within {sent.timeout:g} s (--timeout)") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise Failed(
-            f"{where} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
-        ) from error
-    return _judged(where, response.status, raw)
-
-
-def _judged(where: str, status: int, raw: bytes) -> dict[str, Any]:
-    try:
-        told = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        told = None
-    if status == 200 and isinstance(told, dict) and "answer" in told:
-        return told
-    error = told.get("error") if isinstance(told, dict) else None
-    if not isinstance(error, Mapping):
-        raise Failed(f"{where} answered {status} with what is no answer of Larder; is --url right?")
-    raise Failed(f"{where}: {error.get('message', status)}{_remedy(error)}")
-
-
-def _remedy(error: Mapping[str, Any]) -> str:
-    match error.get("code"):
-        case "unauthorized":
-            return " (--token, or LARDER_TOKEN)"
-        case "scope_missing":
-            return " (another --token)"
-        case "unknown_table":
-            return f"; there are {', '.join(error.get('tables', ()))}"
-        case "not_found":
-            return (
-                "; this service is of a version that explains nothing, or --url has a path too many"
-            )
-        case "not_ready":
-            return "; publish a generation, or wait until it is loaded (/readyz)"
-        case "generation_gone":
-            return f"; it holds {', '.join(error.get('held', ()))}"
-        case "overloaded":
-            return "; try again in a moment"
-        case _:
-            return ""

@@ -88,6 +88,24 @@ def test_the_base_install_serves(
         assert [each["source"] for each in found] == ["l2", "l1"]
 
 
+def test_the_command_of_a_base_install(install: Install, tmp_path: Path) -> None:
+    larder = install().with_name("larder")
+
+    for words, code, line in [
+        (("--version",), 0, "larder "),
+        (("serve", "--help"), 0, "usage: larder serve "),
+        (
+            ("night",),
+            2,
+            "larder: larder night needs onnx, pyarrow, rich, scipy, not installed here",
+        ),
+        (("dags", "install", str(tmp_path / "dags")), 0, str(tmp_path / "dags/larder/canary.py")),
+    ]:
+        found = said(larder, tmp_path, *words)
+        assert found.returncode == code, found.stderr
+        assert (found.stdout + found.stderr).startswith(line), words
+
+
 def test_what_a_base_install_lacks_is_named_with_its_remedy(
     install: Install, tmp_path: Path
 ) -> None:

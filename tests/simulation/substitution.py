@@ -45,7 +45,12 @@ class Process(Protocol):
 PACKAGES = ("cache", "serving", "precompute.releases", "precompute.control", "redis")
 """Packages whose modules are looked at, with all that is below them."""
 
-LEFT_OUT = ("serving.client", "serving.explain.cli", "serving.dashboard.terminal")
+LEFT_OUT = (
+    "serving.client",
+    "serving.explain.asking",
+    "serving.explain.cli",
+    "serving.dashboard.terminal",
+)
 """Programs and libraries for callers, which need extras of their own."""
 
 

@@ -19,6 +19,7 @@ from cache.errors import LarderError
 from cache.process.extras import missing
 from serving.access.client_tls import add_tls_options, context_of
 
+PROG = "python -m serving top"
 TIMEOUT_S = 5.0
 _BODY_MAX = 16 << 20
 _WHY = {
@@ -59,9 +60,9 @@ def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[
     return found
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     """Shows the dashboard until Ctrl-C, or once; 2 for what cannot be shown."""
-    sent = _parser().parse_args(arguments)
+    sent = argument_parser(prog).parse_args(arguments)
     if line := missing("top", "top", "rich"):
         print(f"larder: {line}", file=sys.stderr)
         return 2
@@ -104,9 +105,10 @@ def _watch(look: Callable[[], dict[str, Any]], every_s: float, body: dict[str, A
             live.update(screen(body, trouble))
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m serving top",
+        prog=prog,
         description="The dashboard of a running service, in a terminal.",
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")

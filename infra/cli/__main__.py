@@ -1,0 +1,85 @@
+"""`larder`: finds the settings, and the module of a command, and hands the rest of the line to it."""
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from cache.errors import LarderError
+from cache.formats import RELEASE
+from infra.cli.commands import BY_NAME, lacking
+from infra.cli.help import page
+
+FILE = "larder.toml"
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: the command's own; 1 failed, 2 wrong usage or an extra that is missing, 130 interrupted."""
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except LarderError as error:
+        print(f"larder: {error.message}", file=sys.stderr)
+        return USAGE
+    except BrokenPipeError:  # whoever read this, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except OSError as error:
+        print(f"larder: this machine refused: {error}", file=sys.stderr)
+        return FAILED
+    except Exception as error:
+        if sys.flags.dev_mode:  # python -X dev -m infra.cli ...
+            raise
+        text = f"internal error: {type(error).__name__}: {error}".rstrip(": ")
+        print(f"larder: {text}; python -X dev -m infra.cli shows the traceback", file=sys.stderr)
+        return FAILED
+
+
+def _run(words: list[str]) -> int:
+    words, config = _without_config(words)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(page())
+        return 0 if words else USAGE
+    name, rest = words[0], words[1:]
+    if name == "--version":
+        print(f"larder {RELEASE}")
+        return 0
+    if (entry := BY_NAME.get(name)) is None:
+        print(f"larder: {_unknown(name)}", file=sys.stderr)
+        return USAGE
+    if line := lacking(entry):
+        print(f"larder: {line}", file=sys.stderr)
+        return USAGE
+    if config is None and not os.environ.get("LARDER_CONFIG") and Path(FILE).is_file():
+        config = FILE
+    if config is not None:
+        os.environ["LARDER_CONFIG"] = config
+    found: int = import_module(entry.module).main(rest, prog=f"larder {name}")
+    return found
+
+
+def _without_config(words: list[str]) -> tuple[list[str], str | None]:
+    """The line without `--config FILE`, wherever it stands; the file, None without one."""
+    parser = argparse.ArgumentParser(prog="larder", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE")
+    sent, rest = parser.parse_known_args(words)
+    return rest, sent.config
+
+
+def _unknown(name: str) -> str:
+    kind = "option" if name.startswith("-") else "command"
+    near = difflib.get_close_matches(name, [*BY_NAME, "--help", "--version", "--config"], n=1)
+    hint = f"did you mean {near[0]}?" if near else "larder --help lists all"
+    return f"there is no {kind} {name!r}: {hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

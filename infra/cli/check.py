@@ -1,0 +1,201 @@
+"""`larder check`: looks at what a night and the service need, and says of each whether it is ok, or what to do."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from cache.errors import LarderError
+from cache.process.extras import PRECOMPUTE, missing
+from infra.cli.dags import dags_folder, files_in
+from infra.cli.redis import place_of
+from infra.cli.settings import night_settings
+
+if TYPE_CHECKING:
+    from cache.config.night import NightConfig
+
+NOT_WELL = 3
+REDIS_S = 3.0
+
+State = Literal["ok", "to do", "not used"]
+
+
+class CheckLine(NamedTuple):
+    """State of one thing that was looked at, and in words what was found or is to be done."""
+
+    what: str
+    state: State
+    told: str
+
+
+def main(words: Sequence[str], *, prog: str) -> int:
+    """Exit code: 0 nothing is to be done, 3 something is."""
+    sent = argument_parser(prog).parse_args(words)
+    findings = [_looked("settings", _settings)]
+    if findings[0].state == "ok":
+        config = night_settings()
+        findings += [_looked(name, partial(look, config)) for name, look in LOOKS.items()]
+    if sent.json:
+        import orjson
+
+        told = [each._asdict() for each in findings]
+        sys.stdout.write(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        for each in findings:
+            print(f"{each.state:<9} {each.what:<9} {each.told}")
+    return NOT_WELL if any(each.state == "to do" for each in findings) else 0
+
+
+def argument_parser(prog: str) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Look at settings, sources, bundle, Redis, the artefact store and Airflow, and say of each whether "
+        "it is ok, or what to do. Nothing is changed but that the store's folder is made. Exit code: 0 nothing is to "
+        "be done, 3 something is.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _looked(what: str, look: Callable[[], tuple[State, str]]) -> CheckLine:
+    try:
+        return CheckLine(what, *look())
+    except LarderError as error:
+        return CheckLine(what, "to do", error.message)
+    except OSError as error:
+        return CheckLine(what, "to do", f"this machine refused: {error}")
+
+
+def _settings() -> tuple[State, str]:
+    """The file and the environment, for night and service alike."""
+    from cache.config.serving import ServingConfig
+
+    night_settings()
+    ServingConfig.load(os.environ)
+    file = os.environ.get("LARDER_CONFIG")
+    if not file:
+        return "to do", "no larder.toml here, and no LARDER_CONFIG: `larder init` writes one"
+    return "ok", file
+
+
+def _sources(config: "NightConfig") -> tuple[State, str]:
+    if line := missing("a look at sources", "precompute", *PRECOMPUTE):
+        return "not used", f"by the service; {line}"
+    from precompute.sources.files import all_files, source_file
+    from precompute.sources.readers import feature_schema, read_interactions
+
+    sources, base = config.sources, config.path(".")
+    if not sources.interactions:
+        return "to do", "[sources] interactions is not set: `larder init` looks for them"
+    files = all_files(config)
+    first = next(read_interactions(sources, base), None)
+    rows = 0 if first is None else len(first.times)
+    if not rows:
+        return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
+    for name, column in (
+        (sources.item_features, sources.item_column),
+        (sources.user_features, sources.user_column),
+    ):
+        if name:
+            feature_schema(source_file(name, base), (column,))
+    return "ok", f"{len(files)} file{'s' * (len(files) > 1)}; the first {rows:,} rows can be read"
+
+
+def _bundle(config: "NightConfig") -> tuple[State, str]:
+    if line := missing("a look at bundles", "precompute", *PRECOMPUTE):
+        return "not used", f"by the service; {line}"
+    from precompute.bundles.bundle import Bundle
+    from precompute.bundles.bundle_store import handed_over
+
+    folder = config.path(config.bundle)
+    if folder.exists():
+        bundle = Bundle.read(folder)
+        bundle.verify()
+        return "ok", f"{folder}: {bundle.name} {bundle.version}"
+    if known := handed_over(config.store()):
+        return "ok", f"{known[-1].digest[:12]}, handed over to the store"
+    return "to do", f"none at {folder}: set `bundle`, or run `larder train`"
+
+
+def _redis(config: "NightConfig") -> tuple[State, str]:
+    from redis import RedisError
+
+    from cache.l2.sync_clients import masters, open_client
+    from cache.process.redis_server import find_server, running_server
+
+    found = running_server(config.path(config.state))
+    url = config.redis_url or (found.url if found else None)
+    if url is None:
+        return (
+            "ok",
+            f"none is configured: each command runs {find_server()} for as long as it lasts (`larder redis`)",
+        )
+    try:
+        client = open_client(url, protocol=2, socket_timeout=REDIS_S)
+        try:
+            servers = masters(client)
+            policies = {
+                str(each.info("memory").get("maxmemory_policy", "")) for each in servers.values()
+            }
+        finally:
+            client.close()
+    except (RedisError, ValueError, OSError) as error:
+        return (
+            "to do",
+            f"{place_of(url)} cannot be used: {error}; is REDIS_URL right, and does it run?",
+        )
+    if unfit := sorted(each for each in policies if each.startswith("allkeys")):
+        return "to do", f"maxmemory-policy {unfit[0]} may evict published pages: set volatile-lru"
+    return (
+        "ok",
+        f"{place_of(url)}{'' if config.redis_url else ', of `larder redis` or another command'}",
+    )
+
+
+def _store(config: "NightConfig") -> tuple[State, str]:
+    store = config.store()
+    store.demand_write_once()
+    count = len(store.names("generations"))
+    return (
+        "ok",
+        f"{config.artifacts}: {count} generation{'s' * (count != 1)} in namespace {config.namespace}",
+    )
+
+
+def _airflow(_config: "NightConfig") -> tuple[State, str]:
+    if missing("a night", "airflow", "airflow"):
+        return (
+            "not used",
+            "Airflow is not installed here: `larder night` runs a night, from cron for instance",
+        )
+    try:
+        folder = dags_folder(None)
+    except LarderError:
+        return (
+            "not used",
+            "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",
+        )
+    states = {file.target: file.state() for file in files_in(folder)}
+    for target, state in states.items():
+        if state in ("older", "changed", "foreign", "missing"):
+            return "to do", f"{target}: {_AIRFLOW[state]}; `larder dags install`"
+    return "ok", f"{len(states)} DAGs in {Path(folder)}"
+
+
+_AIRFLOW = {
+    "missing": "not there",
+    "older": "of another release",
+    "changed": "changed by hand",
+    "foreign": "not ours",
+}
+LOOKS: dict[str, Callable[["NightConfig"], tuple[State, str]]] = {
+    "sources": _sources,
+    "bundle": _bundle,
+    "redis": _redis,
+    "store": _store,
+    "airflow": _airflow,
+}

@@ -1,0 +1,94 @@
+"""Commands of `larder`: a line for each, with its group in the help, its module and the extras that it needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cache.process.extras import PRECOMPUTE, missing
+
+EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "precompute": PRECOMPUTE,
+    "airflow": ("airflow", *PRECOMPUTE),
+    "client": ("httpx",),
+    "completion": ("shtab",),
+    "top": ("rich",),
+}
+"""Extra -> modules that tell whether it is installed."""
+
+DEMO: Final = ("airflow", "client")
+PRECOMPUTES: Final = ("precompute",)
+NIGHT: Final = "infra.cli.night_commands"
+"""Module of the commands that are those of `python -m precompute`, under the same names."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEntry:
+    """Command of the table; `module` has `main(words, prog=...) -> int` and `argument_parser(prog)`.
+
+    A command without a `text` shares the last line of its group in the help.
+    """
+
+    name: str
+    group: str
+    module: str = NIGHT
+    text: str = ""
+    extras: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Extras without which it does not run."""
+        return ("precompute",) if self.module == NIGHT else self.extras
+
+
+GROUPS: Final = ("Start", "Night", "Day", "Releases", "Care", "Steps")
+"""Groups of the help, in its order."""
+
+ENTRIES: Final = (
+    CommandEntry("init", "Start", "infra.cli.init.command", "write larder.toml from a look at your files", PRECOMPUTES),
+    CommandEntry("check", "Start", "infra.cli.check", "sources, bundle, Redis, store, Airflow: ok, or what to do"),
+    CommandEntry("demo", "Start", "infra.demo.__main__", "a night, the service and a roll back, on made-up data", DEMO),
+    CommandEntry("redis", "Start", "infra.cli.redis", "a server for trying things out, until Ctrl-C"),
+    CommandEntry("completion", "Start", "infra.cli.completion", extras=("completion",)),
+    CommandEntry("train", "Night", text="train the reference bundle, without a model of your own"),
+    CommandEntry("night", "Night", text="compute, check and publish a generation"),
+    CommandEntry("plan", "Night", text="sizes and times of a night, foretold from a sample"),
+    CommandEntry("hand-over", "Night"),
+    CommandEntry("dags", "Night", "infra.cli.dags"),
+    CommandEntry("serve", "Day", "serving.__main__", "answer over HTTP"),
+    CommandEntry("lookup", "Day", "serving.explain.lookup_cli", "ask a running service for one answer"),
+    CommandEntry("explain", "Day", "serving.explain.cli", "why it is that one"),
+    CommandEntry("top", "Day", "serving.dashboard.terminal.command", "the dashboard in a terminal", ("top",)),
+    CommandEntry("status", "Day", text="generations, replicas and the next night: is all well?"),
+    CommandEntry("publish", "Releases"),
+    CommandEntry("roll-back", "Releases"),
+    CommandEntry("canary", "Releases"),
+    CommandEntry("override", "Releases"),
+    CommandEntry("pin", "Releases"),
+    CommandEntry("unpin", "Releases"),
+    CommandEntry("retire", "Releases"),
+    CommandEntry("restore", "Releases"),
+    CommandEntry("block", "Care"),
+    CommandEntry("unblock", "Care"),
+    CommandEntry("erase", "Care"),
+    CommandEntry("audit", "Care"),
+    CommandEntry("tokens", "Care", "serving.access.tokens_command"),
+    CommandEntry("worklist", "Care"),
+    CommandEntry("begin", "Steps"),
+    CommandEntry("score", "Steps"),
+    CommandEntry("index", "Steps"),
+    CommandEntry("quantize", "Steps"),
+    CommandEntry("load", "Steps"),
+    CommandEntry("verify", "Steps"),
+    CommandEntry("warm", "Steps"),
+)  # fmt: skip
+"""All commands, in the order of the help; one more is one more line."""
+
+BY_NAME: Final = {each.name: each for each in ENTRIES}
+
+
+def lacking(entry: CommandEntry) -> str | None:
+    """Line about the extras that a command needs and that are not installed; None if all are."""
+    who, extras = f"larder {entry.name}", entry.needs
+    absent = [each for each in extras if missing(who, each, *EXTRAS[each])]
+    modules = (name for each in absent for name in EXTRAS[each])
+    return missing(who, ",".join(absent), *modules)

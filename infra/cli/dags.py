@@ -1,0 +1,142 @@
+"""`larder dags install`: copies the DAG files into an Airflow's folder, and never over a file that is not ours."""
+
+import argparse
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from cache.errors import ConfigError
+from cache.formats import RELEASE
+
+PACKAGED = Path(__file__).parents[2] / "dags"
+FOLDER = "larder"
+"""Folder of ours within Airflow's."""
+_MARK = "# Written by `larder dags install`"
+
+State = Literal["missing", "current", "older", "changed", "foreign"]
+"""State of an installed file: `older` is of another release, `changed` by hand, `foreign` never ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class DagFile:
+    """DAG file of this release, and where Airflow has it."""
+
+    source: Path
+    target: Path
+
+    def text(self) -> str:
+        """Text of the target: a first line that says whose it is, with a digest of the rest, then the source."""
+        body = self.source.read_text()
+        return f"{_MARK} of Larder {RELEASE} ({_digest(body)}): changes are overwritten.\n{body}"
+
+    def state(self) -> State:
+        """State of the target now."""
+        try:
+            found = self.target.read_text()
+        except FileNotFoundError:
+            return "missing"
+        except (OSError, UnicodeDecodeError):
+            return "foreign"
+        mark, _, body = found.partition("\n")
+        if not mark.startswith(_MARK):
+            return "foreign"
+        if found == self.text():
+            return "current"
+        return "older" if _digest(body) in mark else "changed"
+
+
+def main(words: Sequence[str], *, prog: str) -> int:
+    """Exit code: 0 all files are of this release; raises ConfigError, nothing written, where one is in the way."""
+    sent = argument_parser(prog).parse_args(words)
+    files = list(files_in(dags_folder(sent.folder)))
+    states = {each: each.state() for each in files}
+    if not sent.force:
+        for file, state in states.items():
+            if state in ("changed", "foreign"):
+                why = (
+                    "was changed by hand"
+                    if state == "changed"
+                    else "was not written by this command"
+                )
+                raise ConfigError(
+                    f"{file.target} {why}: move it away, or overwrite it with --force"
+                )
+    for file, state in states.items():
+        if state != "current":
+            _write(file)
+    if sent.json:
+        told = {str(file.target): state for file, state in states.items()}
+        sys.stdout.write(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode() + "\n")
+        return 0
+    for file, state in states.items():
+        print(f"{file.target}: {'as it was' if state == 'current' else 'written'}")
+    print(
+        "Airflow's tasks need this environment (larder[airflow]), LARDER_CONFIG with an absolute path, REDIS_URL,"
+    )
+    print('and a pool: airflow pools set gpu 2 "scoring tasks". Each file tells how it is run.')
+    return 0
+
+
+def argument_parser(prog: str) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(prog=prog, description="DAGs of nights, for Airflow.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    install = commands.add_parser(
+        "install",
+        help="copy the DAG files into Airflow's folder",
+        description=f"Copy the DAG files into {FOLDER}/ of Airflow's folder of DAGs. After an upgrade, once more: "
+        "files of an older release are replaced, a file that was changed by hand or is somebody else's is refused.",
+    )
+    install.add_argument(
+        "folder", nargs="?", metavar="FOLDER",
+        help="Airflow's folder of DAGs (default: AIRFLOW__CORE__DAGS_FOLDER, else dags in AIRFLOW_HOME)",
+    )  # fmt: skip
+    install.add_argument("--force", action="store_true", help="overwrite whatever is in the way")
+    install.add_argument("--json", action="store_true", help="each file with its state before")
+    return parser
+
+
+def dags_folder(named: str | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """Airflow's folder of DAGs; raises ConfigError where nothing says which it is, or it cannot be one."""
+    if not (found := named or _of_airflow(environ)):
+        raise ConfigError(
+            "where are Airflow's DAGs? Name the folder (larder dags install FOLDER), or set "
+            "AIRFLOW__CORE__DAGS_FOLDER or AIRFLOW_HOME"
+        )
+    folder = Path(found).expanduser().absolute()
+    if not folder.parent.is_dir() or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(
+            f"{folder} cannot be Airflow's folder of DAGs: there is no folder {folder.parent}"
+        )
+    return folder
+
+
+def _of_airflow(environ: Mapping[str, str]) -> str | None:
+    if found := environ.get("AIRFLOW__CORE__DAGS_FOLDER"):
+        return found
+    home = environ.get("AIRFLOW_HOME")
+    return str(Path(home) / "dags") if home else None
+
+
+def files_in(folder: Path) -> Iterator[DagFile]:
+    """DAG files of this release as they are, or would be, in a folder of Airflow's."""
+    for source in sorted(PACKAGED.glob("*.py")):
+        if source.stem != "__init__":
+            yield DagFile(source, folder / FOLDER / source.name)
+
+
+def _write(file: DagFile) -> None:
+    file.target.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.target.with_suffix(".part")  # no .py: Airflow parses what it finds at any time
+    beside.write_text(file.text())
+    beside.replace(file.target)
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:16]

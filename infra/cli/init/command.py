@@ -1,0 +1,102 @@
+"""`larder init`: writes `larder.toml` here from a look at a folder's files, and tells what it guessed."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cache.errors import ConfigError
+from infra.cli.init.guesses import Guesses, guess
+from infra.cli.init.look import look
+from infra.cli.init.toml_file import text_of
+
+FILE = "larder.toml"
+NOT_WELL = 3
+
+
+def main(words: Sequence[str], *, prog: str) -> int:
+    """Exit code: 0 written, 3 written with something left to fill in; raises ConfigError where nothing was written."""
+    sent = argument_parser(prog).parse_args(words)
+    here, target = Path.cwd(), Path(sent.output).absolute()
+    folder = Path(sent.folder).absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {sent.folder}: name the one that holds your files")
+    if target.exists() and not sent.force:
+        raise ConfigError(
+            f"{sent.output} exists and is not overwritten: move it away, or give --force"
+        )
+    if not target.parent.is_dir():
+        raise ConfigError(f"{sent.output}: there is no folder {target.parent}")
+    guesses = guess(*look(folder, target.parent))
+    bundle = _bundle(folder, target.parent)
+    beside = target.with_name(f"{target.name}.part")
+    beside.write_text(text_of(guesses, bundle), encoding="utf-8")
+    beside.replace(target)
+    if sent.json:
+        told = {"file": str(target), "bundle": bundle, **_told(guesses)}
+        sys.stdout.write(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        print(f"{os.path.relpath(target, here)}: written")
+        for line in _lines(guesses, bundle):
+            print(line)
+    return 0 if guesses.is_complete else NOT_WELL
+
+
+def argument_parser(prog: str) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Write a commented larder.toml from a look at the Parquet and CSV files of a folder: which hold "
+        "interactions and features, which columns are users, items, times and weights. Guesses are told here and in "
+        "the file. Exit code: 0 written, 3 written with something left for you to fill in, 2 not written.",
+    )
+    parser.add_argument(
+        "folder", nargs="?", default=".", metavar="FOLDER", help="default: this one"
+    )
+    parser.add_argument("--output", metavar="FILE", default=FILE, help="default: %(default)s")
+    parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _bundle(folder: Path, base: Path) -> str | None:
+    """Folder with a model's bundle, at or right below the one that was looked at; relative to `base`."""
+    found = next(
+        (
+            each.parent
+            for glob in ("bundle.json", "*/bundle.json")
+            for each in sorted(folder.glob(glob))
+        ),
+        None,
+    )
+    return None if found is None else Path(os.path.relpath(found, base)).as_posix()
+
+
+def _told(guesses: Guesses) -> dict[str, Any]:
+    table = guesses.interactions
+    return {
+        "interactions": None if table is None else list(table.pattern),
+        "columns": guesses.columns,
+        "features": {entity: each.pattern[0] for entity, each in guesses.features.items()},
+        "category": guesses.category,
+        "notes": guesses.notes,
+        "missing": guesses.missing,
+    }
+
+
+def _lines(guesses: Guesses, bundle: str | None) -> Iterator[str]:
+    if (table := guesses.interactions) is not None:
+        found = ", ".join(f"{role} = {name}" for role, name in guesses.columns.items() if name)
+        yield f"  interactions   {table.title}: {found}"
+    for entity, features in guesses.features.items():
+        yield f"  {entity}_features  {features.title}"
+    if bundle is not None:
+        yield f"  bundle         {bundle}"
+    yield from (f"  note: {each}" for each in guesses.notes)
+    yield from (f"  to do: {each}" for each in guesses.missing)
+    train = "" if bundle is not None else "larder train, "
+    yield f"Next: larder check, then {train}larder night and larder serve."

@@ -1,0 +1,179 @@
+"""Guesses about a folder: which table holds interactions, which ones are features, and what only the user can say."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infra.cli.init.look import FoundTable, are_unique
+from infra.cli.init.roles import Role, Roles, plain, roles_of
+
+FEW_ITEMS = 1_024
+"""Number of items below which 256 dimensions of the reference model hold little but noise."""
+MILLISECONDS_FROM = 100_000_000_000
+"""Numbers above are no seconds since 1970 (of the year 5138) but milliseconds, or less."""
+
+
+@dataclass
+class Guesses:
+    """Guesses, and in words what stands behind them; a column that is None was not recognised."""
+
+    interactions: FoundTable | None = None
+    columns: dict[Role, str | None] = field(default_factory=dict)
+    features: dict[str, FoundTable] = field(default_factory=dict)
+    """Feature tables, by `item` and `user`."""
+    category: str | None = None
+    items: int | None = None
+    """Number of items where there are so few that the reference model's vectors should be shorter."""
+    notes: list[str] = field(default_factory=list)
+    """Guesses that may be wrong, and files that are not used, each with what to do about it."""
+    missing: list[str] = field(default_factory=list)
+    """Settings that could not be guessed and that a night needs, each with what to write."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing has to be written by hand."""
+        return not self.missing
+
+
+def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
+    """Guesses from tables, the largest first."""
+    found = Guesses(notes=list(remarks))
+    known = {each.title: roles_of(each.columns) for each in tables}
+    both = [each for each in tables if {"user", "item"} <= known[each.title].columns.keys()]
+    # A column that was only left over counts where no other table has both by name.
+    both = [each for each in both if not known[each.title].guessed] or both[:1]
+    if both:
+        _interactions(found, both, known)
+    elif tables:
+        _half(found, tables[0], known[tables[0].title])
+    else:
+        found.missing.append(
+            '[sources] interactions: no Parquet or CSV file was found; write e.g. ["clicks/*.parquet"]'
+        )
+    for table in tables:
+        if table not in both and table is not found.interactions:
+            _features(found, table, known[table.title])
+    found.items = _few_items(found)
+    return found
+
+
+def _interactions(found: Guesses, both: list[FoundTable], known: dict[str, Roles]) -> None:
+    table, *others = both
+    roles = known[table.title]
+    found.interactions = table
+    found.columns = {
+        name: roles.columns.get(name) for name in ("user", "item", "timestamp", "weight")
+    }
+    found.notes += roles.remarks
+    for role in roles.guessed:
+        found.notes.append(
+            f"column {roles.columns[role]!r} is taken for the {role} because no other is left; if it is not, change "
+            f"{role}_column"
+        )
+    if (name := found.columns["timestamp"]) is not None and (
+        remark := _no_times(table.sample[name])
+    ):
+        found.columns["timestamp"] = None
+        found.notes.append(f"column {name!r} {remark}")
+    if (name := found.columns["weight"]) is not None:
+        found.notes += _about_weight(table, name)
+    for other in others:
+        found.notes.append(
+            f"{other.title} holds users and items, too, and is not used; if it counts, write it into interactions "
+            "(its columns must have the same names)"
+        )
+
+
+def _few_items(found: Guesses) -> int | None:
+    """Number of items as far as features or the first rows tell, if it is below FEW_ITEMS."""
+    table, name = found.interactions, found.columns.get("item")
+    if (features := found.features.get("item")) is not None and features.rows is not None:
+        count = features.rows
+    elif table is not None and name is not None and len(table.sample):
+        count = pc.count_distinct(table.sample[name]).as_py()
+    else:
+        return None
+    return count if count < FEW_ITEMS else None
+
+
+def _half(found: Guesses, table: FoundTable, roles: Roles) -> None:
+    """The largest table is taken for the interactions; what is not recognised in it is to be written."""
+    found.interactions = table
+    found.columns = {
+        name: roles.columns.get(name) for name in ("user", "item", "timestamp", "weight")
+    }
+    found.notes += roles.remarks
+    for role in ("user", "item"):
+        if role not in roles.columns:
+            found.missing.append(
+                f"[sources] {role}_column: none of the columns of {table.title} ({', '.join(table.columns)}) is called "
+                f"like one; write the name of the column of {role} ids"
+            )
+
+
+def _features(found: Guesses, table: FoundTable, roles: Roles) -> None:
+    """Takes a table with one row for each item, or user, if a night can read it."""
+    for entity in ("item", "user"):
+        role: Role = "item" if entity == "item" else "user"
+        if (name := roles.columns.get(role)) is None or role in roles.guessed:
+            continue
+        title, wanted = f"{table.title} looks like features of {entity}s", found.columns.get(role)
+        if table.format != "parquet":
+            remark = (
+                "features are read from Parquet: convert it (pandas: read_csv(...).to_parquet(...))"
+            )
+        elif wanted is not None and name != wanted and wanted not in table.columns:
+            remark = f"its ids are in {name!r}, those of the interactions in {wanted!r}: give both the same name"
+        elif not are_unique(table, name if wanted is None else wanted):
+            remark = "some ids come twice: only one row of each would count"
+        elif len(table.files) > 1:
+            remark = f"it is {len(table.files)} files: make it one"
+        elif entity in found.features:
+            remark = f"{found.features[entity].title} is used: join the two"
+        else:
+            found.features[entity] = table
+            if role == "item":
+                found.category = roles.columns.get("category")
+            return
+        found.notes.append(f"{title}, and is not used: {remark}")
+        return
+    found.notes.append(f"{table.title} is not used: neither users nor items were recognised in it")
+
+
+def _no_times(column: Any) -> str | None:
+    """Reason why a column holds no times that a night can read; None if it does."""
+    kind = column.type
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return None
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        most = pc.max(column).as_py()
+        if most is not None and most > MILLISECONDS_FROM:
+            return (
+                "holds milliseconds or less since 1970, where seconds are read: it is left out; divide it, or write it "
+                "as a timestamp"
+            )
+        return None
+    from precompute.sources.moments import times_of_texts
+
+    _, readable, missing = times_of_texts(column.combine_chunks())
+    if not (readable | missing).all():
+        return "holds texts that are no times (ISO 8601 is read): it is left out; write it as a timestamp"
+    return None
+
+
+def _about_weight(table: FoundTable, name: str) -> list[str]:
+    values = table.sample[name]
+    told = f"rows with {name!r} above 0 are interactions, all alike"
+    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)) or not len(
+        values
+    ):
+        return [told]
+    left = pc.sum(pc.less_equal(values, 0)).as_py() or 0
+    share = f" ({left / len(values):.0%} of the first rows are not)" if left else ""
+    low = "; low ratings count like high ones, so leave bad ones out of the file, or make them 0"
+    return [
+        f"{told}{share}{low if plain(name) in ('rating', 'ratings', 'score', 'stars', 'overall') else ''}"
+    ]

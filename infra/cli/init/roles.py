@@ -1,0 +1,122 @@
+"""Roles of columns, by the names that data sets give them and by their types. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Kind = Literal["integer", "float", "text", "time", "other"]
+"""Kind of a column's values."""
+Role = Literal["user", "item", "timestamp", "weight", "category"]
+
+_NAMES: Final[Mapping[Role, tuple[str, ...]]] = {
+    "user": (
+        "user", "userid", "uid", "username", "customer", "customerid", "cust", "custid", "customernumber", "visitor",
+        "visitorid", "member", "memberid", "account", "accountid", "client", "clientid", "reviewer", "reviewerid",
+        "reader", "readerid", "viewer", "viewerid", "player", "playerid", "listener", "listenerid", "subscriber",
+        "subscriberid", "profileid", "person", "personid", "buyer", "buyerid", "session", "sessionid",
+    ),
+    "item": (
+        "item", "itemid", "iid", "product", "productid", "pid", "sku", "asin", "parentasin", "movie", "movieid", "film",
+        "filmid", "track", "trackid", "song", "songid", "artist", "artistid", "album", "albumid", "article",
+        "articleid", "news", "newsid", "post", "postid", "book", "bookid", "isbn", "video", "videoid", "game", "gameid",
+        "appid", "ad", "adid", "offer", "offerid", "listing", "listingid", "business", "businessid", "content",
+        "contentid", "anime", "animeid", "recipe", "recipeid", "show", "showid", "stockcode", "merchantid", "poi",
+    ),
+    "timestamp": (
+        "timestamp", "ts", "time", "datetime", "date", "eventtime", "eventtimestamp", "eventdate", "unixtime",
+        "unixtimestamp", "unixreviewtime", "createdat", "created", "createtime", "updatedat", "occurredat", "at",
+        "when", "tdat", "invoicedate", "orderdate", "purchasedate", "clicktime", "reviewtime", "listenedat", "day",
+    ),
+    "weight": (
+        "weight", "rating", "ratings", "score", "stars", "overall", "preference", "strength", "count", "cnt", "plays",
+        "playcount", "listencount", "clicks", "views", "quantity", "qty", "value", "feedback", "confidence", "amount",
+    ),
+    "category": (
+        "category", "categories", "categoryid", "categoryname", "maincategory", "genre", "genres", "department",
+        "brand", "producttype", "productgroup", "productgroupname", "class", "section", "topic", "type",
+    ),
+}  # fmt: skip
+"""Role -> names without case, underscores and the like; the first is the surest."""
+
+FITS: Final[Mapping[Role, tuple[Kind, ...]]] = {
+    "user": ("integer", "text"),
+    "item": ("integer", "text"),
+    "timestamp": ("time", "integer", "float", "text"),
+    "weight": ("integer", "float", "text"),
+    "category": ("text", "integer"),
+}
+"""Role -> kinds that a night can read in it."""
+
+
+_NO_ID: Final = frozenset(
+    {
+        "", "index", "id", "unnamed0", "title", "name", "description", "text", "comment", "review", "url", "image",
+        "price", "country", "city", "gender", "sex", "age", "device", "event", "eventtype", "action", "language",
+        "year",
+    }
+)  # fmt: skip
+"""Names of columns that are never taken for ids because no other is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Column of each role that was recognised, and remarks about those that only seem to have one."""
+
+    columns: Mapping[Role, str]
+    guessed: tuple[Role, ...] = ()
+    """Roles that no name told: the one column that was left."""
+    remarks: tuple[str, ...] = ()
+
+
+def plain(name: str) -> str:
+    """A name without case and without what is no letter or digit."""
+    return re.sub(r"[\W_]", "", name.lower())
+
+
+def roles_of(columns: Mapping[str, Kind]) -> Roles:
+    """Roles of a table's columns: by exact name first, then by its end, and at last by what is left over."""
+    found: dict[Role, str] = {}
+    remarks: list[str] = []
+    for role, names in _NAMES.items():
+        for name in _by_name(role, names, [each for each in columns if each not in found.values()]):
+            if columns[name] in FITS[role]:
+                found[role] = name
+                break
+            remarks.append(_unfit(role, name, columns[name]))
+    guessed: list[Role] = []
+    for role in ("user", "item"):
+        other: Role = "item" if role == "user" else "user"
+        left = [
+            each
+            for each in columns
+            if each not in found.values() and _like_an_id(each, columns[each])
+        ]
+        if role not in found and other in found and len(left) == 1 and len(columns) > 1:
+            found[role], guessed = left[0], [*guessed, role]
+    return Roles(found, tuple(guessed), tuple(remarks))
+
+
+def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Columns that may have a role, the surest first."""
+    exact = [each for name in names for each in columns if plain(each) == name]
+    if role in ("user", "item"):
+        # Of several words: `src_user_id`, `clicked_article`.
+        ends = tuple(each for each in names if len(each) > 3)
+        exact += [each for each in columns if each not in exact and plain(each).endswith(ends)]
+    return exact
+
+
+def _like_an_id(name: str, kind: Kind) -> bool:
+    told = plain(name)
+    is_other = any(told in _NAMES[role] for role in ("timestamp", "weight", "category"))
+    return kind in FITS["user"] and not is_other and told not in _NO_ID
+
+
+def _unfit(role: Role, name: str, kind: Kind) -> str:
+    remedy = {
+        "float": "ids are text or whole numbers (pandas makes floats of numbers where one is missing: write Int64)"
+        if role in ("user", "item")
+        else "it is left out",
+    }.get(kind, "it is left out")
+    return f"column {name!r} looks like the {role}, but holds {kind} values: {remedy}"

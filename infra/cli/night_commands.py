@@ -1,0 +1,33 @@
+"""Commands of `python -m precompute`, each under its name."""
+
+import argparse
+import functools
+from collections.abc import Sequence
+
+from precompute.__main__ import leave
+from precompute.__main__ import main as run
+from precompute.cli.parser import parser_of_commands
+
+
+def main(words: Sequence[str], *, prog: str) -> int:
+    """Runs the command that is the last word of `prog`, and ends the program with its exit code."""
+    larder, _, name = prog.partition(" ")
+    leave(run([name, *words], prog=larder))
+
+
+def argument_parser(prog: str) -> argparse.ArgumentParser:
+    """Parser of the command that is the last word of `prog`."""
+    larder, _, name = prog.partition(" ")
+    return commands_of(larder)[name]
+
+
+@functools.cache
+def commands_of(prog: str) -> dict[str, argparse.ArgumentParser]:
+    """Parsers of all commands by name."""
+    (action,) = (
+        each
+        for each in parser_of_commands(prog)._actions
+        if isinstance(each, argparse._SubParsersAction)
+    )
+    found: dict[str, argparse.ArgumentParser] = dict(action.choices)
+    return found

@@ -1,0 +1,74 @@
+"""`larder redis`: a Redis-compatible server that the other commands find, for trying things out on one machine."""
+
+import argparse
+import os
+import secrets
+import signal
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from cache.errors import ConfigError
+from cache.process.interrupts import never_swallowed
+from infra.cli.settings import night_settings
+
+LOOK_S = 1.0
+
+
+def main(words: Sequence[str], *, prog: str) -> int:
+    """Runs until it is told to stop: 0; raises ConfigError where no server can be started, or one is there already."""
+    argument_parser(prog).parse_args(words)
+    from cache.process.redis_server import running_server, server  # redis-py: not for --help
+
+    config = night_settings()
+    if config.redis_url:
+        raise ConfigError(
+            "a Redis is configured (redis_url or REDIS_URL), which all commands use: none is started"
+        )
+    state = config.path(config.state)
+    if (found := running_server(state)) is not None:
+        raise ConfigError(
+            f"one runs already for {state} ({place_of(found.url)}), which all commands use"
+        )
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.default_int_handler)
+    try:
+        with never_swallowed(), server(state, password=secrets.token_urlsafe(24)) as running:
+            print(f"Redis runs at {place_of(running.url)}", flush=True)
+            print(
+                f"Commands with the same settings use it (its password is in {state / 'redis.json'}). It keeps"
+            )
+            print(
+                "nothing: `larder restore` fills the next one from the store. Ctrl-C ends it.",
+                flush=True,
+            )
+            while _runs(running.pid):
+                time.sleep(LOOK_S)
+            raise ConfigError(f"the server ended by itself; {state / 'redis.log'} says why")
+    except KeyboardInterrupt:
+        return 0
+
+
+def place_of(url: str) -> str:
+    """Host and port of a Redis, or the path of its socket: a URL without its password."""
+    parts = urlsplit(url)
+    return parts.netloc.rpartition("@")[2] or parts.path
+
+
+def argument_parser(prog: str) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        description="Run a Redis-compatible server on this machine until Ctrl-C: redis-server or valkey-server from "
+        "PATH, else that of the extra `local`. It binds to loopback, has a password and keeps nothing on disk. "
+        "Without it, each command that needs a Redis and has none configured runs one of its own for as long as it "
+        "lasts; with it, a night's pages stay for the service. For production set REDIS_URL.",
+    )
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,58 @@
+"""`python -m serving lookup`: asks a running service for one entity, and shows the answer."""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from serving.explain.asking import add_question, answer_to
+
+PROG = "python -m serving lookup"
+_SHOWN = 20
+"""Numbers of a vector that are shown."""
+
+
+def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
+    """Exit code: 0 answered, 1 not (the reason goes to standard error), 2 wrong usage."""
+    parser = argument_parser(prog)
+    return answer_to(parser.parse_args(arguments), parser, "lookup", _show)
+
+
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="The answer of a running service for one entity of a table, and where it came from. --history and "
+        "--features are what to compute from where nothing is stored. Exit code: 0 answered, 1 the service could not "
+        "be asked or refused, 2 wrong usage.",
+    )
+    add_question(parser)
+    return parser
+
+
+def _show(told: Mapping[str, Any]) -> None:
+    for line in lines_of(told["answers"][0] if "answers" in told else told):
+        print(line)
+
+
+def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
+    """An answer for eyes: what it is and where it came from, then an item or a number a line."""
+    rows = list(_rows(answer))
+    found = f"{len(rows)} items" if "items" in answer else f"{len(rows)} numbers"
+    told = [f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)]
+    age = f"{answer['age_seconds']:,.0f} s old"
+    about = ", ".join([f"{found} from {answer['source']}", *told, answer["generation"], age])
+    yield f"{answer['table']} {answer['id']}: {about}"
+    for number, (name, value) in enumerate(rows, 1):
+        if "vector" in answer and number > _SHOWN:
+            yield f"  ... and {len(rows) - _SHOWN} more (--json)"
+            return
+        yield f"{number:>5}  {name}  {value:.6g}" if name else f"{number:>5}  {value:.6g}"
+
+
+def _rows(answer: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    if "items" in answer:
+        yield from zip(answer["items"], answer["scores"], strict=True)
+    elif "vector" in answer:
+        yield from (("", each) for each in answer["vector"] or ())
+    else:
+        yield from zip(answer.get("labels", ()), answer.get("values") or (), strict=False)

@@ -1,0 +1,221 @@
+"""`larder`: its help, its table of commands, and the line that it prints where it cannot go on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cache.formats import RELEASE
+from infra.cli.__main__ import main
+from infra.cli.commands import BY_NAME, ENTRIES, EXTRAS, GROUPS, NIGHT
+from infra.cli.help import page
+from infra.cli.night_commands import commands_of
+from serving.__main__ import _COMMANDS
+from tests.unit.test_rooms import ROOT
+
+HIDDEN = """
+import runpy, sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name in {hidden!r}:
+            raise ModuleNotFoundError(name)
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in {hidden!r} else found(name, package)
+sys.meta_path.insert(0, Hide())
+sys.argv = ["larder", *{words!r}]
+from infra.cli.__main__ import main
+sys.exit(main())
+"""
+
+
+def run(*words: str, cwd: Path = ROOT, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """The command as a program of its own, without settings from outside."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
+    kept.pop("REDIS_URL", None)
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env={**kept, "PYTHONPATH": str(ROOT), **environ},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+def without(*hidden: str, words: tuple[str, ...], cwd: Path) -> "subprocess.CompletedProcess[str]":
+    """The command on a machine that lacks some modules."""
+    return run("-c", HIDDEN.format(hidden=hidden, words=words), cwd=cwd)
+
+
+def test_the_help_fits_a_screen_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    words = page().replace(",", " ").split()
+    assert [each.name for each in ENTRIES if each.name not in words] == []
+
+
+def test_without_a_command_the_help_is_printed_and_it_is_wrong_usage() -> None:
+    assert main([]) == 2
+
+
+def test_the_version_is_that_of_the_release(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+
+    assert capsys.readouterr().out == f"larder {RELEASE}\n"
+
+
+def test_a_command_stands_once_and_in_a_group_of_the_help() -> None:
+    assert len(BY_NAME) == len(ENTRIES)
+    assert {each.group for each in ENTRIES} == set(GROUPS)
+    groups = [each.group for each in ENTRIES]
+    assert groups == sorted(groups, key=GROUPS.index)
+    assert {extra for each in ENTRIES for extra in each.needs} == set(EXTRAS)
+
+
+def test_the_page_has_every_command() -> None:
+    rows = (ROOT / "docs/reference/command-line.md").read_text().partition("## Commands")[2]
+    told = {name.split()[0] for name in re.findall(r"`([^`]+)`", rows.partition("\n## ")[0])}
+
+    assert set(BY_NAME) <= told
+
+
+def test_every_command_of_the_modules_can_be_reached() -> None:
+    assert {each.name for each in ENTRIES if each.module == NIGHT} == set(commands_of("larder"))
+    assert set(_COMMANDS.items()) <= {(each.name, each.module) for each in ENTRIES}
+
+
+@pytest.mark.parametrize("name", [each.name for each in ENTRIES if each.name != "completion"])
+def test_a_command_shows_its_help_under_its_own_name(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: larder {name} ")
+    assert "python -m precompute" not in shown.partition("\n\n")[0]
+
+
+def test_the_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from infra.cli.__main__ import main; main(['--help']); "
+        "print(sorted({'numpy', 'pyarrow', 'airflow', 'pydantic', 'redis', 'orjson', 'rich'} & sys.modules.keys()))"
+    )
+
+    assert run("-c", code).stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("nigth",), "larder: there is no command 'nigth': did you mean night?"),
+        (("rollback",), "larder: there is no command 'rollback': did you mean roll-back?"),
+        (("xyzzy",), "larder: there is no command 'xyzzy': larder --help lists all"),
+        (("--versoin",), "larder: there is no option '--versoin': did you mean --version?"),
+    ],
+)
+def test_what_is_not_known_is_named_with_the_nearest(
+    words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "words", "end"),
+    [
+        (("pyarrow",), ("night",), "needs pyarrow, not installed here: pip install 'larder[precompute]'"),
+        (("onnx", "scipy"), ("init",), "needs onnx, scipy, not installed here: pip install 'larder[precompute]'"),
+        (("rich",), ("top",), "larder top needs rich, not installed here: pip install 'larder[top]'"),
+        (("shtab",), ("completion", "zsh"), "needs shtab, not installed here: pip install 'larder[completion]'"),
+        (("airflow", "httpx"), ("demo",), "airflow, httpx, not installed here: pip install 'larder[airflow,client]'"),
+    ],
+)  # fmt: skip
+def test_an_extra_that_is_missing_is_named(
+    tmp_path: Path, hidden: tuple[str, ...], words: tuple[str, ...], end: str
+) -> None:
+    found = without(*hidden, words=words, cwd=tmp_path)
+
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.endswith(f"{end}\n") and found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [("serve", "--help"), ("tokens", "--help"), ("check", "--json")])
+def test_a_serving_host_needs_nothing_of_the_night(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "larder.toml").write_text('namespace = "shop"\n')
+
+    found = without("onnx", "pyarrow", "rich", "scipy", "airflow", words=words, cwd=tmp_path)
+
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("place", ["here", "variable", "before", "behind"])
+def test_the_settings_are_found(tmp_path: Path, place: str) -> None:
+    file = tmp_path / ("larder.toml" if place == "here" else "shop.toml")
+    file.write_text('namespace = "no name"\n')
+    environ = {"LARDER_CONFIG": str(file)} if place == "variable" else {}
+    words = {"before": ["--config", str(file), "status"], "behind": ["status", f"--config={file}"]}
+
+    found = run("-m", "infra.cli", *words.get(place, ["status"]), cwd=tmp_path, **environ)
+
+    assert found.returncode == 1
+    assert str(file.name) in found.stderr and "no name" in found.stderr
+
+
+def test_what_stands_after_a_command_reaches_it_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    def take(words: list[str], *, prog: str) -> int:
+        seen.extend([prog, *words])
+        return 7
+
+    monkeypatch.setattr("infra.cli.check.main", take)
+
+    assert main(["check", "--reason", "a b", "-x", "--", "--json"]) == 7
+    assert seen == ["larder check", "--reason", "a b", "-x", "--", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (PermissionError(13, "Denied", "x"), 1, "larder: this machine refused: [Errno 13] Denied: 'x'"),
+        (ZeroDivisionError("by zero"), 1, "larder: internal error: ZeroDivisionError: by zero"),
+    ],
+)  # fmt: skip
+def test_no_error_is_a_traceback(
+    error: BaseException,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_words: list[str], *, prog: str) -> int:
+        raise error
+
+    monkeypatch.setattr("infra.cli.check.main", fail)
+
+    assert main(["check"]) == code
+    told = capsys.readouterr().err
+    assert told.startswith(line) and told.count("\n") == 1
+
+
+def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    slow = (
+        f"import infra.cli.check as c; c.main = lambda words, *, prog: exec({code!r}) or 0; "
+        "import sys; from infra.cli.__main__ import main; sys.exit(main(['check']))"
+    )
+
+    found = run("-c", slow, cwd=tmp_path)
+
+    assert (found.returncode, found.stderr) == (130, "interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN

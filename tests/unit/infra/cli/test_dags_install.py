@@ -1,0 +1,117 @@
+"""`larder dags install`: the DAG files in an Airflow's folder, and nobody else's file touched."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from infra.cli.__main__ import main
+from infra.cli.dags import PACKAGED
+
+NAMES = sorted(each.name for each in PACKAGED.glob("*.py") if each.stem != "__init__")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "airflow" / "dags"
+
+
+def install(folder: Path, *more: str) -> int:
+    folder.parent.mkdir(exist_ok=True)
+    return main(["dags", "install", str(folder), *more])
+
+
+def states(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> set[str]:
+    capsys.readouterr()
+    assert install(folder, "--json", *more) == 0
+    return set(json.loads(capsys.readouterr().out).values())
+
+
+def test_every_dag_file_is_written_and_keeps_its_docstring(folder: Path) -> None:
+    assert install(folder) == 0
+
+    written = sorted((folder / "larder").iterdir())
+    assert [each.name for each in written] == NAMES
+    for each in written:
+        trees = [ast.parse(file.read_text()) for file in (each, PACKAGED / each.name)]
+        assert ast.dump(trees[0]) == ast.dump(trees[1])
+
+
+def test_it_may_be_run_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert states(folder, capsys) == {"missing"}
+    before = {each: each.stat().st_mtime_ns for each in (folder / "larder").iterdir()}
+
+    assert states(folder, capsys) == {"current"}
+    assert before == {each: each.stat().st_mtime_ns for each in (folder / "larder").iterdir()}
+
+
+def test_a_file_of_an_older_release_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr("infra.cli.dags.RELEASE", "0.0.1")
+        install(folder)
+
+    assert states(folder, capsys) == {"older"}
+    assert states(folder, capsys) == {"current"}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda text: f"{text}# mine\n", "was changed by hand"),
+        (lambda text: text.partition("\n")[2], "was not written by this command"),
+    ],
+)
+def test_what_is_not_ours_is_refused_and_nothing_is_written(
+    folder: Path, change, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(folder)
+    last = folder / "larder" / NAMES[-1]
+    last.write_text(change(last.read_text()))
+    (folder / "larder" / NAMES[0]).unlink()
+    capsys.readouterr()
+
+    assert install(folder) == 2
+
+    assert capsys.readouterr().err == (
+        f"larder: {last} {why}: move it away, or overwrite it with --force\n"
+    )
+    assert not (folder / "larder" / NAMES[0]).exists()
+    assert states(folder, capsys, "--force") >= {"missing", "current"}
+    assert states(folder, capsys) == {"current"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"AIRFLOW_HOME": "{tmp}/home"}, "home/dags"),
+        ({"AIRFLOW_HOME": "{tmp}/home", "AIRFLOW__CORE__DAGS_FOLDER": "{tmp}/other"}, "other"),
+    ],
+)
+def test_airflows_own_variables_name_the_folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    expected: str,
+) -> None:
+    (tmp_path / "home").mkdir()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp=tmp_path))
+
+    assert main(["dags", "install"]) == 0
+
+    assert (tmp_path / expected / "larder" / NAMES[0]).is_file()
+
+
+def test_a_folder_that_cannot_be_airflows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("AIRFLOW_HOME", "AIRFLOW__CORE__DAGS_FOLDER"):
+        monkeypatch.delenv(name, raising=False)
+
+    assert main(["dags", "install", str(tmp_path / "no" / "dags")]) == 2
+    assert f"there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+    assert main(["dags", "install"]) == 2
+    assert "AIRFLOW_HOME" in capsys.readouterr().err

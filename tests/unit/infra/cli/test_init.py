@@ -1,0 +1,237 @@
+"""`larder init`: what it recognises in a folder, what it writes, and what it leaves to the user."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infra.cli.__main__ import main
+from infra.cli.init.roles import roles_of
+from precompute.config.settings import night_config
+from precompute.sources.readers import read_interactions
+
+USERS = [f"u{number % 5}" for number in range(60)]
+ITEMS = [number % 12 for number in range(60)]
+TIMES = [1_700_000_000 + number for number in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_csv(path: Path, columns: dict[str, list[Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        ",".join(columns),
+        *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
+    ]
+    path.write_text("\n".join(rows) + "\n")
+
+
+def write_parquet(path: Path, columns: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+
+
+def init(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    """What the command tells; the file it wrote is one that a night can be configured by."""
+    capsys.readouterr()
+    assert main(["init", "--json", *words]) == code
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    night_config(told["file"], {})
+    return told
+
+
+@pytest.mark.parametrize(
+    ("user", "item", "timestamp", "weight"),
+    [
+        ("user_id", "item_id", "timestamp", "weight"),
+        ("userId", "movieId", "timestamp", "rating"),
+        ("uid", "product_id", "ts", "count"),
+        ("visitorid", "itemid", "time", "score"),
+        ("CustomerID", "StockCode", "InvoiceDate", "Quantity"),
+        ("customer_id", "article_id", "t_dat", "quantity"),
+        ("reviewerID", "asin", "unixReviewTime", "overall"),
+        ("user", "track_id", "created_at", "plays"),
+        ("src_user_id", "clicked_article_id", "event_time", "stars"),
+    ],
+)
+def test_usual_names_are_recognised_and_can_be_read(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    user: str,
+    item: str,
+    timestamp: str,
+    weight: str,
+) -> None:
+    columns: dict[str, list[Any]] = {
+        "x": [1.5] * 60,
+        weight: [3] * 60,
+        timestamp: TIMES,
+        item: ITEMS,
+        user: USERS,
+    }
+    write_csv(here / "data" / "log.csv", columns)
+
+    told = init(capsys, "data")
+
+    assert told["columns"] == {"user": user, "item": item, "timestamp": timestamp, "weight": weight}
+    assert (told["interactions"], told["missing"]) == (["data/log.csv"], [])
+    config = night_config("larder.toml", {})
+    (batch,) = read_interactions(config.sources, config.path("."))
+    assert (len(batch.users), batch.times.min()) == (60, TIMES[0] * 1_000_000)
+
+
+def test_feature_tables_are_recognised_and_few_items_get_a_small_model(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet(here / "clicks" / "a.parquet", {"userId": USERS, "movieId": ITEMS})
+    write_parquet(here / "clicks" / "b.parquet", {"userId": USERS, "movieId": ITEMS})
+    write_parquet(here / "movies.parquet", {"movieId": list(range(12)), "genre": ["a", "b"] * 6})
+    write_parquet(here / "people.parquet", {"userId": USERS[:5], "age": [1.0] * 5})
+
+    told = init(capsys)
+
+    assert told["interactions"] == ["clicks/*.parquet"]
+    assert told["features"] == {"item": "movies.parquet", "user": "people.parquet"}
+    assert told["category"] == "genre"
+    assert tomllib.loads((here / "larder.toml").read_text())["reference"] == {"dims": 4}
+
+
+def test_partitions_in_folders_become_one_pattern(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day in ("01", "02"):
+        write_parquet(here / "events" / f"day={day}" / "p.parquet", {"user": USERS, "item": ITEMS})
+
+    assert init(capsys)["interactions"] == ["events/**/*.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "note"),
+    [
+        ({"movieId": ITEMS[:12], "twice": ["a"] * 12}, "features are read from Parquet"),
+        ({"product": ITEMS[:12]}, "give both the same name"),
+        ({"movieId": ITEMS[:24]}, "some ids come twice"),
+        ({"what": ["x"]}, "neither users nor items were recognised"),
+    ],
+)
+def test_a_table_that_is_not_used_is_named_with_the_reason(
+    here: Path, capsys: pytest.CaptureFixture[str], columns: dict[str, list[Any]], note: str
+) -> None:
+    write_parquet(here / "log.parquet", {"userId": USERS, "movieId": ITEMS})
+    write = write_csv if "twice" in columns else write_parquet
+    write(here / f"other.{'csv' if 'twice' in columns else 'parquet'}", columns)
+
+    told = init(capsys)
+
+    assert told["features"] == {}
+    assert [each for each in told["notes"] if note in each and "other." in each]
+    assert note in " ".join((here / "larder.toml").read_text().replace("\n# ", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("columns", "note"),
+    [
+        ({"ts": [1_700_000_000_000 + each for each in range(60)]}, "milliseconds"),
+        ({"ts": ["yesterday"] * 60}, "no times"),
+        ({"user_id": [1.5] * 60}, "holds float values"),
+        ({"rating": [0, 5] * 30}, "50% of the first rows"),
+    ],
+)
+def test_columns_that_a_night_could_not_read_are_said(
+    here: Path, capsys: pytest.CaptureFixture[str], columns: dict[str, Any], note: str
+) -> None:
+    write_parquet(here / "log.parquet", {"uid": USERS, "sku": ITEMS, **columns})
+
+    told = init(capsys)
+
+    assert [each for each in told["notes"] if note in each]
+    assert told["columns"]["timestamp"] is None
+    assert tomllib.loads((here / "larder.toml").read_text())["sources"]["timestamp_column"] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("user;item\na;b\n", "has fields between semicolons"),
+        ("1,31,2.5\n1,32,3\n", "has no line of column names"),
+        ("", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_table_is_said_and_something_is_left_to_do(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str, note: str
+) -> None:
+    (here / "log.csv").write_text(text)
+
+    told = init(capsys, code=3)
+
+    assert any(f"log.csv {note}" in each for each in told["notes"])
+    assert told["missing"] and "# TO DO:" in (here / "larder.toml").read_text()
+
+
+def test_what_could_not_be_guessed_is_said_with_what_to_write(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet(here / "log.parquet", {"a": USERS, "b": ITEMS, "c": ITEMS})
+
+    told = init(capsys, code=3)
+
+    assert [each.split(":")[0] for each in told["missing"]] == [
+        "[sources] user_column", "[sources] item_column",
+    ]  # fmt: skip
+    assert "(a, b, c)" in told["missing"][0]
+
+
+def test_the_one_column_that_is_left_is_a_guess_that_is_told() -> None:
+    found = roles_of({"uid": "text", "thing": "text", "ts": "integer", "price": "float"})
+
+    assert found.columns == {"user": "uid", "item": "thing", "timestamp": "ts"}
+    assert found.guessed == ("item",)
+
+
+def test_nothing_is_overwritten_unless_it_is_asked_for(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "larder.toml").write_text("# mine\n")
+
+    assert main(["init"]) == 2
+    assert "larder.toml exists and is not overwritten" in capsys.readouterr().err
+    assert (here / "larder.toml").read_text() == "# mine\n"
+    init(capsys, "--force", code=3)
+    assert (here / "larder.toml").read_text() != "# mine\n"
+
+
+def test_names_that_mean_something_to_toml_stay_what_they_are(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = here / 'odd "names" é'
+    write_parquet(
+        folder / "log [1].parquet", {'user "id"': USERS, "item\tid": ITEMS, "ts\n": TIMES}
+    )
+
+    told = init(capsys, folder.name)
+
+    sources = tomllib.loads((here / "larder.toml").read_text())["sources"]
+    assert sources["interactions"] == told["interactions"] == ['odd "names" é/log [1].parquet']
+    assert (sources["user_column"], sources["item_column"]) == ('user "id"', "item\tid")
+
+
+def test_a_bundle_that_is_there_is_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_parquet(here / "log.parquet", {"user": USERS, "item": ITEMS})
+    (here / "model").mkdir()
+    (here / "model" / "bundle.json").write_text("{}")
+
+    assert init(capsys)["bundle"] == "model"
+
+
+def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("larder: there is no folder nowhere")
