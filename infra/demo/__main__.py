@@ -8,30 +8,37 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cache.errors import LarderError
 from cache.process.interrupts import never_swallowed
-from infra.demo.run import Broken, Demo, Plan
-from infra.demo.steps import Steps
-from infra.local.airflow_client import AirflowFailed
-from infra.local.service import ServiceFailed
+
+STOPPED = "stopped; nothing is left running"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 everything held, 1 something broke, 130 interrupted."""
     sent = _parser().parse_args(argv)
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
     # SIGINT too: a shell that starts this in the background has it ignored.
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.default_int_handler)
-    demo = Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console))
     try:
         with never_swallowed():
-            demo.run()
+            return _run(sent, console)
     except KeyboardInterrupt:
-        console.print("stopped; nothing is left running")
+        console.print(STOPPED)
         return 130
+
+
+def _run(sent: argparse.Namespace, console: Console) -> int:
+    # Here, since these imports take a second, in which Ctrl-C is to end with a line as well.
+    from cache.errors import LarderError
+    from infra.demo.dataset import Plan
+    from infra.demo.run import Broken, Demo
+    from infra.demo.steps import Steps
+    from infra.local.airflow_client import AirflowFailed
+    from infra.local.service import ServiceFailed
+
+    try:
+        Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console)).run()
     except (AirflowFailed, Broken, ServiceFailed, LarderError) as error:
         console.print("[red bold]demo failed:[/red bold] ", end="")
         console.print(str(error), markup=False, highlight=False)

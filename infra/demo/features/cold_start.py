@@ -1,0 +1,76 @@
+"""Cold start: those of whom only features are known are asked for beside a user of the night."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from infra.demo.checks import Judge, Question
+from infra.demo.evaluate import told
+from infra.demo.features.profiles import Profiles
+from serving.answers.sources import Source
+from serving.client import Answer, Client, Entity, Options, Policy
+
+SHOWN = 2
+DEADLINE_MS = 5_000
+
+
+class ColdStart(NamedTuple):
+    """One answer, as a table shows it."""
+
+    asked: str
+    table: str
+    source: str
+    producer: str
+    answer: str
+
+
+def ask_cold(
+    url: str,
+    profiles: Profiles,
+    known_user: str,
+    judge: Judge,
+) -> list[ColdStart]:
+    """Answers for a known user, an item in no interaction, and a user and an item that are in no table at all.
+
+    `judge` sees them as they came. Raises Unanswered, and ValueError where features alone were not answered live.
+    """
+    new_user, new_item = profiles.new_user, profiles.new_item
+    asked = {
+        ("known user", "user_topk"): Entity(known_user),
+        ("known user", "user_affinity"): Entity(known_user),
+        ("unseen item", "item_similar"): Entity(profiles.unseen[0]),
+        ("new item", "item_similar"): Entity(str(new_item["item"]), features=new_item),
+        ("new user", "user_topk"): Entity("new-user", features=new_user),
+        ("new user", "user_affinity"): Entity("new-user", features=new_user),
+    }
+    entities = [
+        Entity(each.id, features=each.features, table=table) for (_, table), each in asked.items()
+    ]
+    # Sent once, so that what the service counted is what was asked.
+    with Client(url, policy=Policy(attempts=1)) as larder:
+        options = Options(k=SHOWN, deadline_ms=DEADLINE_MS)
+        answers = larder.lookup_tables(entities, options)
+    questions = [Question(str(each.table), str(each.id), SHOWN) for each in entities]
+    judge.request(questions, [told(each) for each in answers])
+    for (who, table), each, answer in zip(asked, entities, answers, strict=True):
+        if each.features is not None and answer.source != Source.LIVE:
+            raise ValueError(f"{who}, {table}: {answer.source} ({answer.reason}), not live")
+    return [
+        ColdStart(who, table, answer.source, str(answer.producer), _shown(answer, profiles))
+        for (who, table), answer in zip(asked, answers, strict=True)
+    ]
+
+
+def sent(features: Mapping[str, Any]) -> str:
+    """Features in a few words."""
+    return ", ".join(f"{name} {value}" for name, value in features.items())
+
+
+def _shown(answer: Answer, profiles: Profiles) -> str:
+    if answer.items is not None:
+        kinds = [str(profiles.items[item]["category"]) for item in answer.items]
+        return ", ".join(kinds)
+    values, labels = answer.values, answer.labels
+    if values is None or labels is None:
+        return "nothing"
+    best = max(range(len(labels)), key=lambda place: float(values[place]))
+    return f"{labels[best]} {values[best]:.2f}"
