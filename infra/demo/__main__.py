@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
 
 from cache.process.interrupts import never_swallowed
-
-STOPPED = "stopped; nothing is left running"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with never_swallowed():
             return _run(sent, console)
     except KeyboardInterrupt:
-        console.print(STOPPED)
+        _say_stopped(console)
         return 130
 
 
@@ -43,8 +43,14 @@ def _run(sent: argparse.Namespace, console: Console) -> int:
         console.print("[red bold]demo failed:[/red bold] ", end="")
         console.print(str(error), markup=False, highlight=False)
         return 1
-    console.print("[green bold]every invariant held[/green bold]")
+    if sent.serve:
+        _say_stopped(console)
     return 0
+
+
+def _say_stopped(console: Console) -> None:
+    console.control(Control(ControlType.CARRIAGE_RETURN))  # over the ^C of the terminal
+    console.print("stopped; nothing is left running")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from infra.demo.steps import Steps
 from infra.demo.traffic import Latencies
 from serving.answers.sources import Source
 
+ENTITY_COLUMNS = 70
 SCOPE = """\
 The dashboard's latencies are inside the service: from the start of a request
 there, without network and client."""
@@ -47,7 +48,12 @@ def summarize(
     steps.table("Where answers came from", ("source", "entities", "share"), rows)
     if found.cold:
         columns = ("asked for", "table", "source", "producer", "best")
-        steps.table("Features instead of a history", columns, found.cold, figures=False)
+        steps.table(
+            "Features for want of a history (unseen: in no click; new: in no table)",
+            columns,
+            found.cold,
+            figures=False,
+        )
     for title, taken in (
         ("Latency in ms as a caller sees it, over HTTP: quiet", found.quiet),
         ("The same under a night, a swap and a rollback", found.busy),
@@ -104,15 +110,18 @@ def invite(console: Console, url: str, airflow: str, home: Path, data: Dataset) 
 
 
 def _post(url: str, table: str, entities: Sequence[Mapping[str, object]], **options: object) -> str:
-    """A call of curl for a shell, on lines of its own: one for each field of an entity."""
-    shown = [
-        "{" + ",\n    ".join(f"{_json(name)}: {_json(value)}" for name, value in each.items()) + "}"
-        for each in entities
-    ]
-    fields = [f"{_json(name)}: {_json(value)}" for name, value in options.items()]
-    body = ",\n  ".join([*fields, '"entities": [' + ",\n   ".join(shown) + "]"])
+    """A call of curl for a shell, on several lines; a long entity takes one for each field."""
+    shown = [_fields(each, ", ") for each in entities]
+    if max(map(len, shown)) > ENTITY_COLUMNS:
+        shown = [_fields(each, ",\n    ") for each in entities]
+    rest = "".join(f"{_json(name)}: {_json(value)}, " for name, value in options.items())
+    listed = ",\n   ".join(f"{{{each}}}" for each in shown)
     path = "/".join(filter(None, ("/v1/lookup", table)))
-    return f"curl -s {url}{path} -d '\n {{{body}}}'"
+    return f"curl -s {url}{path} -d '\n {{{rest}\"entities\": [\n   {listed}]}}'"
+
+
+def _fields(of: Mapping[str, object], between: str) -> str:
+    return between.join(f"{_json(name)}: {_json(value)}" for name, value in of.items())
 
 
 def _json(value: object) -> str:
