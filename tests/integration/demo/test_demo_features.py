@@ -78,7 +78,12 @@ def prepared(folder: Path, redis_url: str) -> tuple[NightConfig, Dataset, Profil
     assert data.profiles is not None
     data.write_first(folder)
     config = nights.prepare(folder, redis_url)
-    sources = Sources(("interactions/*.parquet",), **data.feature_tables)
+    tables = data.feature_tables
+    sources = Sources(
+        ("interactions/*.parquet",),
+        user_features=tables["user_features"],
+        item_features=tables["item_features"],
+    )
     config = replace(config, sources=sources)
     train_reference(config)
     add_features(config.path(config.bundle), data.histories, data.profiles)
