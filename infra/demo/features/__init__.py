@@ -1,4 +1,4 @@
-"""What the synthetic world knows of users and items beside their clicks, a model that reads it, and who needs that.
+"""Features of the synthetic world's users and items, a model that reads them, and requests that have nothing else.
 
 `profiles` makes the features, `towers` adds them to the reference bundle, `cold_start` asks for those without history.
 """

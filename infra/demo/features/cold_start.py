@@ -14,7 +14,7 @@ DEADLINE_MS = 5_000
 
 
 class ColdStart(NamedTuple):
-    """One answer, as a table shows it."""
+    """Answer as a table shows it."""
 
     asked: str
     table: str
