@@ -129,9 +129,8 @@ class Demo:
         if data.profiles is None:
             return
         with self.steps.step("Cold start: features instead of a history") as step:
-            known = next(iter(data.histories))
             try:
-                self.found.cold = ask_cold(service.url, data.profiles, known, self.judge)
+                self.found.cold = ask_cold(service.url, data.profiles, data.histories, self.judge)
             except (Unanswered, ValueError) as error:
                 raise Broken(f"features alone were not answered: {error}") from error
             step.note(f"new user: {sent(data.profiles.new_user)}")

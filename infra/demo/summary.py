@@ -49,7 +49,7 @@ def summarize(
     if found.cold:
         columns = ("asked for", "table", "source", "producer", "best")
         steps.table(
-            "Features for want of a history (unseen: in no click; new: in no table)",
+            "Features for want of a history (quiet, unseen: no click; new: in no table)",
             columns,
             found.cold,
             figures=False,

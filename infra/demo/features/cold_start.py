@@ -1,6 +1,6 @@
 """Cold start: those of whom only features are known are asked for beside a user of the night."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infra.demo.checks import Judge, Question
@@ -11,6 +11,7 @@ from serving.client import Answer, Client, Entity, Options, Policy
 
 SHOWN = 2
 DEADLINE_MS = 5_000
+NEW = ("new user", "new item")
 
 
 class ColdStart(NamedTuple):
@@ -26,17 +27,20 @@ class ColdStart(NamedTuple):
 def ask_cold(
     url: str,
     profiles: Profiles,
-    known_user: str,
+    histories: Mapping[str, Sequence[str]],
     judge: Judge,
 ) -> list[ColdStart]:
-    """Answers for a known user, an item in no interaction, and a user and an item that are in no table at all.
+    """Answers for a user with a history, for one and an item without a click, and for two that are in no table.
 
-    `judge` sees them as they came. Raises Unanswered, and ValueError where features alone were not answered live.
+    `judge` sees them as they came. Raises Unanswered, and ValueError where what is in no table was not answered live.
     """
     new_user, new_item = profiles.new_user, profiles.new_item
+    known_user = next(iter(histories))
+    quiet_user = next(user for user in profiles.users if user not in histories)
     asked = {
         ("known user", "user_topk"): Entity(known_user),
         ("known user", "user_affinity"): Entity(known_user),
+        ("quiet user", "user_topk"): Entity(quiet_user, features=profiles.users[quiet_user]),
         ("unseen item", "item_similar"): Entity(profiles.unseen[0]),
         ("new item", "item_similar"): Entity(str(new_item["item"]), features=new_item),
         ("new user", "user_topk"): Entity("new-user", features=new_user),
@@ -51,8 +55,8 @@ def ask_cold(
         answers = larder.lookup_tables(entities, options)
     questions = [Question(str(each.table), str(each.id), SHOWN) for each in entities]
     judge.request(questions, [told(each) for each in answers])
-    for (who, table), each, answer in zip(asked, entities, answers, strict=True):
-        if each.features is not None and answer.source != Source.LIVE:
+    for (who, table), answer in zip(asked, answers, strict=True):
+        if who in NEW and answer.source != Source.LIVE:
             raise ValueError(f"{who}, {table}: {answer.source} ({answer.reason}), not live")
     return [
         ColdStart(who, table, answer.source, str(answer.producer), _shown(answer, profiles))
