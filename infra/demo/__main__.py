@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
+from rich.text import Text
 
 from cache.process.interrupts import never_swallowed
 
@@ -40,8 +41,7 @@ def _run(sent: argparse.Namespace, console: Console) -> int:
     try:
         Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console)).run()
     except (AirflowFailed, Broken, ServiceFailed, LarderError) as error:
-        console.print("[red bold]demo failed:[/red bold] ", end="")
-        console.print(str(error), markup=False, highlight=False)
+        console.print(Text.assemble(("demo failed: ", "red bold"), str(error)))
         return 1
     if sent.serve:
         _say_stopped(console)

@@ -18,6 +18,7 @@ from infra.demo.dataset import synthetic
 from infra.demo.evaluate import RankingQuality
 from infra.demo.features.cold_start import ColdStart
 from infra.demo.features.profiles import profiles_of
+from infra.demo.run import Broken, Demo
 from infra.demo.scrape import ServiceCounts
 from infra.demo.steps import Steps
 from infra.demo.summary import Findings, invite, summarize
@@ -150,3 +151,21 @@ def test_an_interrupt_is_told_in_one_line(
 
     assert code == 130
     assert capsys.readouterr().out.splitlines() == ["stopped; nothing is left running"]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_failure_is_told_within_a_terminals_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(_self: Demo) -> None:
+        raise Broken("word " * 40)
+
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setattr(Demo, "run", run)
+
+    code = command.main(["--state", str(tmp_path)])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 1
+    assert lines[0].startswith("demo failed: word")
+    assert max(map(len, lines)) <= COLUMNS
