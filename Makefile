@@ -11,6 +11,8 @@ WORKERS ?= 2
 UV     := $(BIN)/uv
 # The one uv that the lock names also installs it.
 UV_PIN  = $(shell sed -n 's/^\(uv==[^ ;]*\).*/\1/p' $(LOCK))
+# Errors, and nothing else: neither warnings nor news of pip itself.
+QUIET   = -qq --no-input --disable-pip-version-check
 LOCKING = $(UV) pip compile -q --universal --no-header --no-annotate --generate-hashes pyproject.toml
 
 DIST   ?= dist
@@ -34,9 +36,10 @@ env: $(READY)  ## the environment in .venv, from the lock file
 $(READY): $(LOCK) pyproject.toml setup.py $(wildcard $(addsuffix /*.[ch],precompute/topk/native cache/native))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed; name one with PYTHON=..."; exit 1; }
+	@echo "environment: $(VENV), from $(LOCK)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { echo "this Python cannot make environments (on Debian: apt-get install python3-venv)"; exit 1; }
-	@test -x $(UV) || $(BIN)/python -m pip install -q --disable-pip-version-check $(UV_PIN)
+	@test -x $(UV) || $(BIN)/python -m pip install $(QUIET) $(UV_PIN)
 	@VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip sync -q $(LOCK)
 	@VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install -q --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -80,7 +83,7 @@ bench: env  ## the quick benches, each with its JSON line
 
 # The newest build that pip finds; a machine without a GPU wants the one for its processor.
 torch-env: env  ## torch (extra `gpu`) in .venv: scoring on GPUs, and the tests of it
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) $(TORCH)
 
 feast-env: env  ## Feast in .venv-feast, for the bench `peers`
 	@test -x .venv-feast/bin/python || $(UV) venv -q --python $(BIN)/python .venv-feast

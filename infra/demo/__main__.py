@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
+from rich.text import Text
 
-from cache.errors import LarderError
 from cache.process.interrupts import never_swallowed
-from infra.demo.run import Broken, Demo, Plan
-from infra.demo.steps import Steps
-from infra.local.airflow_client import AirflowFailed
-from infra.local.service import ServiceFailed
 
 PROG = "python -m infra.demo"
 
@@ -22,24 +20,39 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Exit code: 0 everything held, 1 something broke, 130 interrupted."""
     sent = argument_parser(prog).parse_args(argv)
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
     # SIGINT too: a shell that starts this in the background has it ignored.
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.default_int_handler)
-    demo = Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console))
     try:
         with never_swallowed():
-            demo.run()
+            return _run(sent, console)
     except KeyboardInterrupt:
-        console.print("stopped; nothing is left running")
+        _say_stopped(console)
         return 130
+
+
+def _run(sent: argparse.Namespace, console: Console) -> int:
+    # Here, since these imports take a second, in which Ctrl-C is to end with a line as well.
+    from cache.errors import LarderError
+    from infra.demo.dataset import Plan
+    from infra.demo.run import Broken, Demo
+    from infra.demo.steps import Steps
+    from infra.local.airflow_client import AirflowFailed
+    from infra.local.service import ServiceFailed
+
+    try:
+        Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console)).run()
     except (AirflowFailed, Broken, ServiceFailed, LarderError) as error:
-        console.print("[red bold]demo failed:[/red bold] ", end="")
-        console.print(str(error), markup=False, highlight=False)
+        console.print(Text.assemble(("demo failed: ", "red bold"), str(error)))
         return 1
-    console.print("[green bold]every invariant held[/green bold]")
+    if sent.serve:
+        _say_stopped(console)
     return 0
+
+
+def _say_stopped(console: Console) -> None:
+    console.control(Control(ControlType.CARRIAGE_RETURN))  # over the ^C of the terminal
+    console.print("stopped; nothing is left running")
 
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:

@@ -13,12 +13,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
+from infra.demo.features.profiles import ITEM_FEATURES, USER_FEATURES, Profiles, profiles_of
 from infra.demo.synthetic import World, synthesize
 from precompute.config.settings import Sources
 from precompute.sources.readers import read_interactions
 
-ITEM_FEATURES = "item_features.parquet"
 NEWCOMERS = 400
+DRIFT = 0.3
 HELD_OUT_SHARE = 0.1
 ARRIVING_EVERY = 25
 """Step between users whose held-out interactions arrive for the second night, where nothing has a time."""
@@ -76,7 +77,8 @@ class Dataset:
     original: Path | None = None
     """The file that `known` was read from, if the night can read it as it is."""
     item_features: Path | None = None
-    categories: Mapping[str, str] | None = None
+    profiles: Profiles | None = None
+    """Features of users and items, where the demo made them up."""
 
     def write_first(self, folder: Path) -> None:
         """Write what the first night finds in `folder`; the user's own files are linked, not copied."""
@@ -88,18 +90,19 @@ class Dataset:
             write_parquet(self.known, folder / "interactions" / "day-1.parquet")
         if self.item_features is not None:
             (folder / ITEM_FEATURES).symlink_to(self.item_features)
-        elif self.categories is not None:
-            columns = {"item": list(self.categories), "category": list(self.categories.values())}
-            pq.write_table(pa.table(columns), folder / ITEM_FEATURES)
+        elif self.profiles is not None:
+            self.profiles.write(folder)
 
     def write_second(self, folder: Path) -> None:
         """The next day's interactions, beside the others."""
         write_parquet(self.arriving, folder / "interactions" / "day-2.parquet")
 
     @property
-    def has_item_features(self) -> bool:
-        """True if `write_first` leaves an item table."""
-        return self.item_features is not None or self.categories is not None
+    def feature_tables(self) -> Mapping[str, str]:
+        """Names of the files of features that `write_first` leaves, by their setting."""
+        if self.profiles is not None:
+            return {"user_features": USER_FEATURES, "item_features": ITEM_FEATURES}
+        return {} if self.item_features is None else {"item_features": ITEM_FEATURES}
 
 
 def write_parquet(pairs: Pairs, path: Path) -> None:
@@ -123,7 +126,7 @@ def synthetic(world: World) -> Dataset:
     )
     cut = world.until - timedelta(days=5)
     made = _split_by_time("synthetic", pairs, cut, cut + timedelta(days=1))
-    return replace(made, categories=dict(zip(clicks.item_ids, clicks.categories, strict=True)))
+    return replace(made, profiles=profiles_of(clicks, world.seed))
 
 
 def user_data(path: Path, *, now: datetime) -> Dataset:
@@ -151,6 +154,35 @@ def user_data(path: Path, *, now: datetime) -> Dataset:
         made = _hold_out_at_random(path.stem, pairs, now)
     features = path / ITEM_FEATURES if path.is_dir() else None
     return replace(made, item_features=features if features and features.is_file() else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Plan of a run: what to run, and how much of it."""
+
+    data: Path | None
+    state: Path
+    quick: bool
+    serve: bool
+
+    @property
+    def requests(self) -> int:
+        """Requests of the measured replay."""
+        return 3_000 if self.quick else 10_000
+
+    @property
+    def world(self) -> World:
+        """The synthetic data set."""
+        today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+        if self.quick:
+            return World(users=3_000, items=1_000, until=today, drift=DRIFT)
+        return World(until=today, drift=DRIFT)
+
+    def dataset(self) -> Dataset:
+        """The user's, else the synthetic one."""
+        if self.data is None:
+            return synthetic(self.world)
+        return user_data(self.data, now=datetime.now(UTC))
 
 
 def _named(folder: Path, name: str) -> Path | None:

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.model.runtime import ort
+from infra.demo.features.profiles import Features, Profiles
 from serving.answers.sources import STORED
 from serving.client import Answer, AsyncClient, Options, Policy
 
@@ -87,7 +88,7 @@ async def served_lists(
             for start in range(0, len(open_ones), BATCH):
                 some = open_ones[start : start + BATCH]
                 answers = await larder.lookup_many("user_topk", some, options)
-                on_answers([_told(each) for each in answers])
+                on_answers([told(each) for each in answers])
                 lists |= {
                     str(each.id): each.items or () for each in answers if each.source in STORED
                 }
@@ -100,7 +101,7 @@ async def served_lists(
     )
 
 
-def _told(answer: Answer) -> dict[str, Any]:
+def told(answer: Answer) -> dict[str, Any]:
     """The fields that were set, as the service sent them."""
     found = {each.name: getattr(answer, each.name) for each in fields(answer)}
     return {
@@ -115,20 +116,29 @@ def offline_lists(
     histories: Lists,
     users: Iterable[str],
     progress: Progress,
+    profiles: Profiles | None = None,
 ) -> dict[str, list[str]]:
-    """Exact float32 scores of the bundle's own towers in plain numpy, the history left out."""
+    """Exact float32 scores of the bundle's own towers in plain numpy, the history left out.
+
+    `profiles` are for towers that take features; the items are then those that have some, else the bundle's.
+    """
     model = orjson.loads((bundle / "bundle.json").read_bytes())
-    ids: list[str] = pq.read_table(bundle / model["items"]["path"])["id"].to_pylist()
+    known: list[str] = pq.read_table(bundle / model["items"]["path"])["id"].to_pylist()
+    index = {item: row for row, item in enumerate(known)}
+    ids = known if profiles is None else list(profiles.items)
     number = {item: row for row, item in enumerate(ids)}
-    spec = model["item_tower"]["inputs"][0]
-    vectors = _run(bundle, model["item_tower"], np.arange(len(ids), dtype=spec["dtype"]))
+    item_features = {} if profiles is None else profiles.items
+    user_features = {} if profiles is None else profiles.users
+    own = [[index.get(item, -1)] for item in ids]
+    vectors = _run(bundle, model["item_tower"], own, [item_features.get(item, {}) for item in ids])
     lists: dict[str, list[str]] = {}
     wanted = sorted(users, key=lambda user: len(histories[user]))
     for some in _batches(wanted, histories, vectors.shape[1]):
-        rows = [[number[item] for item in histories[user] if item in number] for user in some]
-        scores = _run(bundle, model["user_tower"], _padded(rows, model["user_tower"])) @ vectors.T
-        for line, row in zip(scores, rows, strict=True):
-            line[row] = -np.inf
+        rows = [[index[item] for item in histories[user] if item in index] for user in some]
+        features = [user_features.get(user, {}) for user in some]
+        scores = _run(bundle, model["user_tower"], rows, features) @ vectors.T
+        for line, user in zip(scores, some, strict=True):
+            line[[number[item] for item in histories[user] if item in number]] = -np.inf
         for user, line, bound in zip(some, scores, _bounds(scores), strict=True):
             found = np.flatnonzero((line >= bound) & (line > -np.inf))
             order = found[np.lexsort((found, -line[found]))][:TOP]
@@ -150,21 +160,36 @@ def _bounds(scores: NDArray[np.float32]) -> NDArray[np.float32]:
 _sessions: dict[str, ort.InferenceSession] = {}
 
 
-def _run(bundle: Path, tower: Mapping[str, Any], value: NDArray[Any]) -> NDArray[np.float32]:
+def _run(
+    bundle: Path,
+    tower: Mapping[str, Any],
+    rows: Sequence[Sequence[int]],
+    features: Sequence[Features],
+) -> NDArray[np.float32]:
+    """Outputs of a tower for histories, or items' own numbers, in `rows`, and for the features beside them."""
     path = str(bundle / tower["path"])
     key = f"{path}:{tower['sha256']}"
     if key not in _sessions:
         _sessions[key] = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-    found: NDArray[np.float32] = _sessions[key].run(
-        [tower["output"]], {tower["inputs"][0]["name"]: value}
-    )[0]
+    feed = {each["name"]: _input(each, rows, features) for each in tower["inputs"]}
+    found: NDArray[np.float32] = _sessions[key].run([tower["output"]], feed)[0]
     return found
 
 
-def _padded(rows: Sequence[Sequence[int]], tower: Mapping[str, Any]) -> NDArray[Any]:
-    spec = tower["inputs"][0]
-    if spec["bind"] != "history" or len(tower["inputs"]) != 1:
-        raise ValueError("the offline evaluation knows towers of one history input")
+def _input(
+    spec: Mapping[str, Any], rows: Sequence[Sequence[int]], features: Sequence[Features]
+) -> NDArray[Any]:
+    match spec["bind"]:
+        case "history":
+            return _padded(rows, spec)
+        case "item_index":
+            return np.array(rows, spec["dtype"])[:, 0]
+        case _:
+            dtype = object if spec["dtype"] == "string" else spec["dtype"]
+            return np.array([each[spec["column"]] for each in features], dtype)
+
+
+def _padded(rows: Sequence[Sequence[int]], spec: Mapping[str, Any]) -> NDArray[Any]:
     length = min(spec["max_length"], max(1, *(len(row) for row in rows), 1))
     matrix = np.full((len(rows), length), spec["pad"], spec["dtype"])
     for line, row in zip(matrix, rows, strict=True):

@@ -21,7 +21,15 @@ from precompute.control.control_keys import connect
 SHARDS = 4
 SCORERS = 2
 """Scoring tasks at a time, the slots of the pool: together they fill the machine."""
-_OURS = ("data", "artifacts", "bundle", "host-cache", "larder.toml", "service.log")
+_OURS = (
+    "data",
+    "artifacts",
+    "bundle",
+    "bundle-with-features",
+    "host-cache",
+    "larder.toml",
+    "service.log",
+)
 NEVER = "0 0 29 2 *"
 """Schedule for nights started by hand: none may come by the clock, at once even where one was due a while ago."""
 
@@ -37,6 +45,11 @@ class DemoFolder:
     def config(self) -> Path:
         """The settings of nights and service."""
         return self.home / "larder.toml"
+
+    @property
+    def bundle(self) -> Path:
+        """The model that nights score with."""
+        return self.home / "bundle"
 
     @property
     def artifacts(self) -> Path:
@@ -57,8 +70,7 @@ class DemoFolder:
             "[sources]",
             'interactions = ["data/interactions"]',
         ]
-        if dataset.has_item_features:
-            lines.append('item_features = "data/item_features.parquet"')
+        lines += [f'{name} = "data/{file}"' for name, file in dataset.feature_tables.items()]
         self.config.write_text("\n".join(lines) + "\n")
 
     def environment(

@@ -6,23 +6,21 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from cache.process.redis_server import redis_url
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import all_releases
-from infra.demo import dataset as datasets
 from infra.demo.checks import Judge, Question
-from infra.demo.dataset import Dataset
+from infra.demo.dataset import Dataset, Plan
 from infra.demo.evaluate import TOP, offline_lists, quality, served_lists
+from infra.demo.features.cold_start import ask_cold, sent
+from infra.demo.features.towers import add_features
 from infra.demo.place import SCORERS, DemoFolder, place
 from infra.demo.scrape import ServiceCounts, scrape
 from infra.demo.steps import Step, Steps
 from infra.demo.summary import Findings, invite, summarize
-from infra.demo.synthetic import World
 from infra.demo.traffic import Background, Stream, replay
 from infra.local.airflow import LocalAirflow
 from infra.local.airflow_client import RunReport
@@ -32,41 +30,13 @@ from serving.client import Client, Unanswered
 NIGHTLY = "nightly_precompute"
 RUN_TIMEOUT_S = 900.0
 FOLLOW_S = 10.0
+BUNDLE = "larder_bundle"
 RATE = 600.0
 """Requests per second of the measured replay: below what one worker can do, so that no time is spent queueing."""
 
 
 class Broken(RuntimeError):
     """An invariant does not hold; the message says which."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Plan of a run: what to run, and how much of it."""
-
-    data: Path | None
-    state: Path
-    quick: bool
-    serve: bool
-
-    @property
-    def requests(self) -> int:
-        """Requests of the measured replay."""
-        return 3_000 if self.quick else 10_000
-
-    @property
-    def world(self) -> World:
-        """The synthetic data set."""
-        today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-        if self.quick:
-            return World(users=3_000, items=1_000, until=today)
-        return World(until=today)
-
-    def dataset(self) -> Dataset:
-        """The user's, else the synthetic one."""
-        if self.data is None:
-            return datasets.synthetic(self.world)
-        return datasets.user_data(self.data, now=datetime.now(UTC))
 
 
 class Demo:
@@ -90,19 +60,21 @@ class Demo:
                     LocalAirflow(here.home, environment=environment, pools={"gpu": SCORERS})
                 )
                 step.note(airflow.url)
-            self._first_night(airflow)
+            self._first_night(airflow, here, data)
             with self.steps.step("Lookup service") as step:
                 service = stack.enter_context(
                     ServiceProcess(here.home / "service.log", environment)
                 )
                 self.found.first = self._live(service)
                 step.note(f"{service.url}, generation {self.found.first}")
+            self._cold_start(service, data)
             stream = Stream(data)
             self._replay(service, stream)
             self._evaluate(service, here, data)
             self._second_night(airflow, service, stream, here, data)
             counts = self._audit(service, here)
             summarize(self.steps, self.found, data.name, counts, self.judge.requests)
+            self.steps.console.print("[green bold]every invariant held[/green bold]")
             if self.plan.serve:
                 self._serve(service, airflow, here, data)
 
@@ -116,9 +88,14 @@ class Demo:
             gc.collect()
             gc.freeze()
             step.note(
-                f"{data.name}: {len(data.histories):,} users, {len(data.known):,} interactions, "
+                f"{data.name}: {len(data.histories):,} users, {len(data.known):,} interactions"
+            )
+            step.note(
                 f"{len(data.held_out):,} users with something held out, {len(data.newcomers)} newcomers"
             )
+            if (known := data.profiles) is not None:
+                step.note(f"features of {len(known.users):,} users: country, age")
+                step.note(f"features of {len(known.items):,} items: category, price")
         return data
 
     def _redis(self, stack: ExitStack, here: DemoFolder) -> str:
@@ -127,16 +104,38 @@ class Demo:
             url = stack.enter_context(redis_url(here.home, configured))
             if configured:
                 stack.callback(here.forget, url)
-            step.note("the configured one" if configured else url)
+            step.note(
+                "the configured one" if configured else urlsplit(url).netloc.rpartition("@")[2]
+            )
         return url
 
-    def _first_night(self, airflow: LocalAirflow) -> None:
+    def _first_night(self, airflow: LocalAirflow, here: DemoFolder, data: Dataset) -> None:
         before = airflow.run_ids(NIGHTLY)
+        airflow.pause(NIGHTLY, data.profiles is not None)
         with self.steps.step("DAG train_reference: the model bundle") as step:
             self._wait(airflow, "train_reference", airflow.trigger("train_reference"), step)
+        if data.profiles is not None:
+            with self.steps.step("Towers that take features too, by ridge regression") as step:
+                add_features(here.bundle, data.histories, data.profiles)
+                step.note("an item in no interaction gets its vector from category and price,")
+                step.note("a user without a history from country and age")
+            airflow.pause(NIGHTLY, False)
+            airflow.announce(BUNDLE)
         with self.steps.step(f"DAG {NIGHTLY}: started by the new bundle") as step:
             run = airflow.wait_new(NIGHTLY, before)
             self._wait(airflow, NIGHTLY, run, step)
+
+    def _cold_start(self, service: ServiceProcess, data: Dataset) -> None:
+        if data.profiles is None:
+            return
+        with self.steps.step("Cold start: features instead of a history") as step:
+            try:
+                self.found.cold = ask_cold(service.url, data.profiles, data.histories, self.judge)
+            except (Unanswered, ValueError) as error:
+                raise Broken(f"features alone were not answered: {error}") from error
+            step.note(f"new user: {sent(data.profiles.new_user)}")
+            step.note(f"new item: {sent(data.profiles.new_item)}")
+            self._stop_if_broken()
 
     def _wait(self, airflow: LocalAirflow, dag: str, run: str, step: Step) -> RunReport:
         step.bar("tasks", None)
@@ -146,9 +145,12 @@ class Demo:
             step.say(f"{task.task_id} {task.duration_s:.1f} s")
 
         report = airflow.wait(dag, run, RUN_TIMEOUT_S, on_task=tell)
-        slowest = sorted(report.tasks, key=lambda task: task.duration_s, reverse=True)[:3]
-        longest = ", ".join(f"{task.task_id} {task.duration_s:.1f} s" for task in slowest)
-        step.note(f"{len(report.tasks)} task{'s' * (len(report.tasks) > 1)}, longest {longest}")
+        quickest_first = sorted(report.tasks, key=lambda task: task.duration_s)
+        longest = {task.task_id: task.duration_s for task in quickest_first}
+        named = [f"{name} {longest[name]:.1f} s" for name in list(longest)[-2:][::-1]]
+        step.note(
+            f"{len(report.tasks)} task{'s' * (len(report.tasks) > 1)}, longest {', '.join(named)}"
+        )
         return report
 
     def _live(self, service: ServiceProcess) -> str:
@@ -188,9 +190,7 @@ class Demo:
             )
             self.found.quiet = asyncio.run(work)
             rate = self.plan.requests / (time.perf_counter() - began)
-            step.note(
-                f"{rate:,.0f} requests/s over 8 connections, client and server on this machine"
-            )
+            step.note(f"{rate:,.0f} requests/s, 8 connections, client and server on one machine")
             self._stop_if_broken()
 
     def _evaluate(self, service: ServiceProcess, here: DemoFolder, data: Dataset) -> None:
@@ -213,7 +213,7 @@ class Demo:
                 step.note(f"{found.asked_again} asked again after a deadline")
         with self.steps.step("The same offline: plain numpy over the bundle") as step:
             step.bar("users", len(users))
-            exact = offline_lists(here.home / "bundle", data.histories, users, step.advance)
+            exact = offline_lists(here.bundle, data.histories, users, step.advance, data.profiles)
             offline = self.found.offline = quality(exact, data.held_out)
             step.note(f"recall {offline.recall:.6f}, NDCG {offline.ndcg:.6f}")
             if not served.agrees_with(offline):
@@ -281,5 +281,5 @@ class Demo:
             while True:
                 time.sleep(1.0)
                 service.check()
-        except KeyboardInterrupt:  # how it is meant to end
-            self.steps.console.print("\nstopped serving")
+        except KeyboardInterrupt:
+            return  # how it is meant to end

@@ -1,11 +1,11 @@
-"""Progress of the demo for whoever watches: one line per step with its seconds, bars while it runs."""
+"""Progress of the demo for whoever watches: each step with its seconds and notes, bars while it runs."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -17,11 +17,12 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 
 @dataclass(slots=True)
 class Step:
-    """The step that runs now; notes appear on its line once it is done."""
+    """The step that runs now; notes appear below it once it is done."""
 
     _bars: Progress
     notes: list[str] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Steps:
         """A step; its line says whether it went well."""
         started = time.monotonic()
         columns = (
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(),
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=12),
             MofNCompleteColumn(), TimeElapsedColumn(),
         )  # fmt: skip
         mark = "[red]x[/red]"
@@ -70,19 +71,37 @@ class Steps:
             try:
                 yield step
                 mark = "[green]✓[/green]"
+            except KeyboardInterrupt:
+                mark = ""
+                raise
             finally:
                 self.seconds[title] = time.monotonic() - started
-                notes = escape("; ".join(step.notes))
-                line = f"{mark} {self.seconds[title]:6.1f} s  [bold]{escape(title)}[/bold]"
-                self.console.print(
-                    f"{line}  [dim]{notes}[/dim]" if notes else line, highlight=False
-                )
+                if mark:
+                    self._print(mark, title, step.notes)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table; all but the first column are figures."""
-        table = Table(title=title, title_justify="left", title_style="bold")
+    def _print(self, mark: str, title: str, notes: Sequence[str]) -> None:
+        """A step that is over; what does not fit a line goes on below, under where it began."""
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        grid.add_row(f"{mark} {self.seconds[title]:6.1f} s", f"[bold]{escape(title)}[/bold]")
+        for note in notes:
+            grid.add_row("", Text(note, style="dim"))
+        self.console.print(grid, highlight=False)
+
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        *,
+        figures: bool = True,
+    ) -> None:
+        """A table, 80 columns wide at most with short values; all but the first column are `figures`, or texts."""
+        table = Table(title=title, title_justify="left", title_style="bold", min_width=len(title))
         for number, name in enumerate(columns):
-            table.add_column(name, justify="right" if number else "left")
+            justify: JustifyMethod = "right" if number and figures else "left"
+            table.add_column(name, justify=justify, overflow="fold")
         for row in rows:
             table.add_row(*(escape(str(each)) for each in row))
         self.console.print(table)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -10,10 +11,16 @@ from rich.console import Console
 
 from infra.demo.dataset import Dataset
 from infra.demo.evaluate import TOP, RankingQuality
+from infra.demo.features.cold_start import ColdStart
 from infra.demo.scrape import ServiceCounts
 from infra.demo.steps import Steps
 from infra.demo.traffic import Latencies
 from serving.answers.sources import Source
+
+ENTITY_COLUMNS = 70
+SCOPE = """\
+The dashboard's latencies are inside the service: from the start of a request
+there, without network and client."""
 
 
 @dataclass(slots=True)
@@ -24,6 +31,7 @@ class Findings:
     second: str = ""
     served: RankingQuality | None = None
     offline: RankingQuality | None = None
+    cold: Sequence[ColdStart] = ()
     quiet: Latencies = field(default_factory=Latencies)
     busy: Latencies = field(default_factory=Latencies)
 
@@ -38,9 +46,18 @@ def summarize(
         for name in Source
     ]
     steps.table("Where answers came from", ("source", "entities", "share"), rows)
+    if found.cold:
+        columns = ("asked for", "table", "source", "producer", "best")
+        steps.table(
+            "Features for want of a history (quiet, unseen: no click; new: in no table)",
+            columns,
+            found.cold,
+            figures=False,
+        )
     for title, taken in (
-        ("Latency, quiet (ms)", found.quiet), ("Latency, under a night, a swap and a rollback (ms)", found.busy),
-    ):  # fmt: skip
+        ("Latency in ms as a caller sees it, over HTTP: quiet", found.quiet),
+        ("The same under a night, a swap and a rollback", found.busy),
+    ):
         shown = [
             (name, f"{count:,}", *(f"{each:.2f}" for each in times))
             for name, count, *times in taken.rows()
@@ -48,11 +65,9 @@ def summarize(
         steps.table(title, ("source", "requests", "p50", "p99", "p99.9", "max"), shown)
     told: list[tuple[str, str]] = [
         ("data", data),
-        ("generations", f"{found.first} (live), {found.second} (rolled back)"),
-        (
-            "requests checked",
-            f"{requests:,}, of them 0 failed, 0 mixed, 0 after the rollback",
-        ),
+        ("live", found.first),
+        ("rolled back", found.second),
+        ("checked", f"{requests:,} requests: 0 failed, 0 mixed, 0 after the rollback"),
     ]
     if found.served is not None and found.offline is not None:
         for name, served, offline in (
@@ -61,7 +76,8 @@ def summarize(
         ):
             told.append((name, f"{served:.4f} through HTTP, {offline:.4f} offline"))
     told.append(("seconds", f"{time.monotonic() - steps.began:.0f}"))
-    steps.table("Summary", ("what", "result"), told)
+    steps.table("Summary", ("what", "result"), told, figures=False)
+    steps.console.print(SCOPE, highlight=False)
 
 
 def invite(console: Console, url: str, airflow: str, home: Path, data: Dataset) -> None:
@@ -69,31 +85,45 @@ def invite(console: Console, url: str, airflow: str, home: Path, data: Dataset) 
     say = console.print
     user = next(iter(data.histories))
     history = list(next(iter(data.newcomers.values()), data.histories[user]))[:3]
-    body = _quoted({"entities": [{"id": "somebody-new", "history": history}], "k": 5})
-    both = _quoted(
-        {
-            "entities": [
-                {"table": "user_topk", "id": user},
-                {"table": "user_affinity", "id": user},
-            ]
-        }
-    )
-    say(f"\n[bold]Serving[/bold] until Ctrl-C. Everything lies in {home}")
+    profiles = data.profiles
+    features = {} if profiles is None else {"features": dict(profiles.new_user)}
+    say("\n[bold]Serving[/bold] until Ctrl-C. Everything lies in")
+    say(f"  {home}", markup=False, highlight=False, soft_wrap=True)
     for name, address in (
         ("service", url), ("dashboard", f"{url}/dashboard"), ("API documentation", f"{url}/docs"),
         ("metrics", f"{url}/metrics"), ("Airflow", airflow),
     ):  # fmt: skip
         say(f"  {name:18} {address}", highlight=False)
-    say("\nTry:")
-    for line in (
+    new = {"id": "somebody-new", "history": history, **features}
+    calls = [
         f"curl -s '{url}/v1/lookup/user_topk/{quote(user, safe='')}?k=5'",
-        f"curl -s {url}/v1/lookup/user_topk -d '{body}'",
-        f"curl -s {url}/v1/lookup -d '{both}'",
-    ):
-        # Plain, so that a long line can be copied as a whole.
-        say(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        _post(url, "user_topk", [new], k=5),
+        _post(url, "", [{"table": each, "id": user} for each in ("user_topk", "user_affinity")]),
+    ]
+    if profiles is not None:
+        item = {"id": profiles.new_item["item"], "features": dict(profiles.new_item)}
+        calls.append(_post(url, "item_similar", [item], k=5))
+    say("\nTry:")
+    for call in calls:
+        # Plain, so that it can be copied as it is.
+        say(call, markup=False, highlight=False, soft_wrap=True)
 
 
-def _quoted(value: object) -> str:
+def _post(url: str, table: str, entities: Sequence[Mapping[str, object]], **options: object) -> str:
+    """A call of curl for a shell, on several lines; a long entity takes one for each field."""
+    shown = [_fields(each, ", ") for each in entities]
+    if max(map(len, shown)) > ENTITY_COLUMNS:
+        shown = [_fields(each, ",\n    ") for each in entities]
+    rest = "".join(f"{_json(name)}: {_json(value)}, " for name, value in options.items())
+    listed = ",\n   ".join(f"{{{each}}}" for each in shown)
+    path = "/".join(filter(None, ("/v1/lookup", table)))
+    return f"curl -s {url}{path} -d '\n {{{rest}\"entities\": [\n   {listed}]}}'"
+
+
+def _fields(of: Mapping[str, object], between: str) -> str:
+    return between.join(f"{_json(name)}: {_json(value)}" for name, value in of.items())
+
+
+def _json(value: object) -> str:
     """JSON of a value as it may stand within single quotes of a shell command."""
     return json.dumps(value, ensure_ascii=False).replace("'", "'\\''")

@@ -27,6 +27,8 @@ class World:
     until: datetime = datetime(2026, 1, 31, tzinfo=UTC)
     newcomers: float = 0.03
     """Share of users whose first click falls into the last five days."""
+    drift: float = 0.0
+    """Share (0 to 1) of the order of a user's clicks that follows when items are in fashion; the rest is chance."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +53,8 @@ def synthesize(world: World) -> Clicks:
     users = np.repeat(np.arange(world.users), clicks_of_user)
     items = _choose(rng, users, group_of_item, popularity, groups)
     times = _when(rng, world, users)
+    if world.drift:
+        items, times = _in_fashion(world, users, items, times)
     order = np.argsort(times, kind="stable")
     users, items, times = users[order], items[order], times[order]
     # A second click on the same item says nothing new; the first one counts.
@@ -96,6 +100,19 @@ def _when(rng: np.random.Generator, world: World, users: NDArray[np.int64]) -> N
     days = joined[users] + (DAYS - joined[users]) * rng.random(len(users))
     began = (world.until - timedelta(days=DAYS)).timestamp()
     return ((began + days * 86_400) * 1_000_000).astype(np.int64)
+
+
+def _in_fashion(
+    world: World,
+    users: NDArray[np.int64],
+    items: NDArray[np.int64],
+    times: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Items and times of each user's clicks, dealt out anew: items that come into fashion later get the later times."""
+    rng = np.random.default_rng([world.seed, 2])
+    comes = rng.random(world.items)[items]
+    key = world.drift * comes + (1 - world.drift) * rng.random(len(items))
+    return items[np.lexsort((key, users))], times[np.lexsort((times, users))]
 
 
 def _user_id(number: int) -> str:

@@ -47,6 +47,7 @@ class Stream:
         )
         self._histories = dataset.histories
         self._newcomers = sorted(dataset.newcomers.items())
+        self._features = dataset.profiles.users if dataset.profiles is not None else {}
         weights = 1.0 / np.arange(1, len(self._users) + 1)
         self._cumulated = np.cumsum(weights / weights.sum())
         self._kinds = list(KINDS)
@@ -82,7 +83,7 @@ class Stream:
         user = self._user()
         history = [*self._histories[user][-30:], *self._some_items(1)]
         question = Question(TOPK, user, 20, frozenset(history))
-        return _post("fresh", [(question, {"history": history})], k=20, fresh=True)
+        return _post("fresh", [(question, self._input(user, history))], k=20, fresh=True)
 
     def _similar(self) -> TrafficRequest:
         return _get("similar", Question("item_similar", self._some_items(1)[0], 10))
@@ -103,7 +104,12 @@ class Stream:
         # Some come back having done one thing more: another input, so another answer.
         seen = list(history[: max(1, len(history) - int(self._rng.integers(3)))])
         question = Question(TOPK, user, 20, frozenset(seen))
-        return _post("newcomer", [(question, {"history": seen})], k=20)
+        return _post("newcomer", [(question, self._input(user, seen))], k=20)
+
+    def _input(self, user: str, history: list[str]) -> dict[str, Any]:
+        """Everything to compute from; a model that takes features wants them all."""
+        features = self._features.get(user)
+        return {"history": history, **({"features": features} if features else {})}
 
 
 def _get(kind: str, question: Question) -> TrafficRequest:

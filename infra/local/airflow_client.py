@@ -70,6 +70,17 @@ class AirflowClient:
         body = {"logical_date": None, "conf": dict(conf or {})}
         return str(self._call("POST", f"/api/v2/dags/{dag_id}/dagRuns", body)["dag_run_id"])
 
+    def pause(self, dag_id: str, is_paused: bool) -> None:
+        """Pause a DAG, or let it go on; what an asset tells a paused one is lost to it."""
+        path = f"/api/v2/dags/{dag_id}?update_mask=is_paused"
+        self._call("PATCH", path, {"is_paused": is_paused})
+
+    def announce(self, asset: str) -> None:
+        """Say that an asset changed, as a task that lists it among its outlets does: its DAGs start."""
+        found = self._call("GET", f"/api/v2/assets?name_pattern={quote(asset)}")["assets"]
+        number = next(each["id"] for each in found if each["name"] == asset)
+        self._call("POST", "/api/v2/assets/events", {"asset_id": number, "extra": {}})
+
     def clear(self, dag_id: str, run_id: str) -> None:
         """Run all tasks of a run again, under the same run id."""
         path = f"/api/v2/dags/{dag_id}/dagRuns/{quote(run_id)}/clear"

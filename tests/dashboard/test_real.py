@@ -129,7 +129,7 @@ def test_the_page_shows_all_workers_and_replicas_as_one_whole(
     assert faults(data) == []
     assert [each["workers"] for each in data["replicas"]] == [2, 2]
     text = browser.run("document.body.innerText").replace("\u00a0", " ")
-    assert browser.run(probe.SENTENCE) == data["verdict"]["sentence"]
+    assert browser.run(probe.SENTENCE).replace("\u00a0", " ") == data["verdict"]["sentence"]
     assert data["generations"][0]["generation"] in text
     for told in (
         "Numbers of 2 replicas together.",

@@ -55,6 +55,9 @@ function twoUnits(total, large, largeName, small, smallName) {
   return second ? `${name}${NB}${second}${NB}${smallName}` : name;
 }
 
+/** A sentence in which no line ends between a number and its unit. */
+export const unbroken = (text) => text.replace(/(\d) (?=(?:%|[a-zµ]{1,3}\b))/gi, `$1${NB}`);
+
 /** Seconds as µs, ms, s, or two units up to days. */
 export function duration(value) {
   if (!isNumber(value)) return DASH;

@@ -1,7 +1,7 @@
 // Puts the page together: asks, draws, and says how old what it shows is.
 
 import { el, keyed, say } from "./dom.js";
-import { clock, count, duration } from "./format.js";
+import { clock, count, duration, unbroken } from "./format.js";
 import { figures } from "./figures.js";
 import { memory } from "./memory.js";
 import { nights } from "./nights.js";
@@ -34,7 +34,7 @@ function judge(isStale, age) {
     const last = told.sentence ? ` It said then: ${told.sentence}` : "";
     advise(`These numbers are from ${clock(newest.at / 1000, "second")}.${trouble ? ` No new ones: ${trouble}.` : ""}${last}`);
   } else {
-    say(find("sentence"), told.sentence ?? "The service does not say yet whether all is well.");
+    say(find("sentence"), told.sentence ? unbroken(String(told.sentence)) : "The service does not say yet whether all is well.");
     advise(told.advice, told.also ?? []);
   }
   const title = { ok: "All well", warn: `Look: ${told.sentence}`, bad: `Alarm: ${told.sentence}`, unknown: "Not known" }[level];

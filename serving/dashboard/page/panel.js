@@ -23,7 +23,7 @@ export function table(caption, head, rows, { isCaptionSeen = false } = {}) {
       el("caption", { class: isCaptionSeen ? null : "unseen" }, caption),
       el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", {}, rows.map(([first, ...cells]) =>
-        el("tr", {}, el("th", { scope: "row" }, first), cells.map((cell) => el("td", {}, cell)))))));
+        el("tr", {}, el("th", { scope: "row" }, first), cells.map((cell, place) => el("td", { "data-name": head[place + 1] }, cell)))))));
 }
 
 /** A disclosure of a table that is built while somebody looks at it; returns what tells it of new data and their number. */

@@ -63,7 +63,7 @@ const QUANTILES = [["p50", "p50", 1], ["p99", "p99", 2], ["p999", "p99.9", 3]];
 
 function latency() {
   const part = panel("serving", "Latency by source", 12);
-  part.lede("From the request's arrival to its answer, on one logarithmic scale.");
+  part.lede("Inside the service, from the start of a request to its answer, without network and client; on one logarithmic scale.");
   const grid = el("div", { class: "multiples" });
   part.body.append(grid);
   const charts = SOURCES.map((source) => {

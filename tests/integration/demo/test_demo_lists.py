@@ -8,7 +8,7 @@ import pytest
 
 from infra.demo import evaluate
 from infra.demo.checks import Judge, Question
-from infra.demo.evaluate import TOP, served_lists
+from infra.demo.evaluate import TOP, offline_lists, served_lists
 from infra.demo.scrape import scrape
 from tests.integration.fleet import fleet
 from tests.integration.nights import build_night, histories, top_lists
@@ -36,3 +36,19 @@ async def test_served_lists_are_the_nights_own_each_asked_once_and_judged(
     }
     assert judge.violations == [] and counts.disagreements(judge.sources, judge.entities) == []
     assert judge.requests == 6
+
+
+def test_the_measure_apart_from_larder_finds_the_nights_lists_of_the_reference_bundle(
+    tmp_path: Path, redis_url: str
+) -> None:
+    config = build_night(tmp_path / "night", redis_url, users=200, items=60)
+    known = histories(config)
+    users = sorted(known)[:40]
+
+    offline = offline_lists(config.path(config.bundle), known, users, lambda _count: None)
+
+    (generation,) = [
+        each for each in config.store().names("generations") if not each.startswith(".")
+    ]
+    served = top_lists(config, generation, users)
+    assert offline == {user: list(served[user][:TOP]) for user in users}

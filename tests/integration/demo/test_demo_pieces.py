@@ -79,7 +79,11 @@ def test_a_second_day_lies_beside_the_first(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "data/item_features.parquet").column_names == [
         "item",
         "category",
+        "price",
     ]
+    users = pq.read_table(tmp_path / "data/user_features.parquet")
+    assert users.column_names == ["user", "country", "age"]
+    assert set(data.histories) <= set(users["user"].to_pylist())
 
 
 def test_lines_with_a_test_file_are_read_in_place(tmp_path: Path) -> None:

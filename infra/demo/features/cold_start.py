@@ -1,0 +1,80 @@
+"""Cold start: those of whom only features are known are asked for beside a user of the night."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from infra.demo.checks import Judge, Question
+from infra.demo.evaluate import told
+from infra.demo.features.profiles import Profiles
+from serving.answers.sources import Source
+from serving.client import Answer, Client, Entity, Options, Policy
+
+SHOWN = 2
+DEADLINE_MS = 5_000
+NEW = ("new user", "new item")
+
+
+class ColdStart(NamedTuple):
+    """Answer as a table shows it."""
+
+    asked: str
+    table: str
+    source: str
+    producer: str
+    answer: str
+
+
+def ask_cold(
+    url: str,
+    profiles: Profiles,
+    histories: Mapping[str, Sequence[str]],
+    judge: Judge,
+) -> list[ColdStart]:
+    """Answers for a user with a history, for one and an item without a click, and for two that are in no table.
+
+    `judge` sees them as they came. Raises Unanswered, and ValueError where what is in no table was not answered live.
+    """
+    new_user, new_item = profiles.new_user, profiles.new_item
+    known_user = next(iter(histories))
+    quiet_user = next(user for user in profiles.users if user not in histories)
+    asked = {
+        ("known user", "user_topk"): Entity(known_user),
+        ("known user", "user_affinity"): Entity(known_user),
+        ("quiet user", "user_topk"): Entity(quiet_user, features=profiles.users[quiet_user]),
+        ("unseen item", "item_similar"): Entity(profiles.unseen[0]),
+        ("new item", "item_similar"): Entity(str(new_item["item"]), features=new_item),
+        ("new user", "user_topk"): Entity("new-user", features=new_user),
+        ("new user", "user_affinity"): Entity("new-user", features=new_user),
+    }
+    entities = [
+        Entity(each.id, features=each.features, table=table) for (_, table), each in asked.items()
+    ]
+    # Sent once, so that what the service counted is what was asked.
+    with Client(url, policy=Policy(attempts=1)) as larder:
+        options = Options(k=SHOWN, deadline_ms=DEADLINE_MS)
+        answers = larder.lookup_tables(entities, options)
+    questions = [Question(str(each.table), str(each.id), SHOWN) for each in entities]
+    judge.request(questions, [told(each) for each in answers])
+    for (who, table), answer in zip(asked, answers, strict=True):
+        if who in NEW and answer.source != Source.LIVE:
+            raise ValueError(f"{who}, {table}: {answer.source} ({answer.reason}), not live")
+    return [
+        ColdStart(who, table, answer.source, str(answer.producer), _shown(answer, profiles))
+        for (who, table), answer in zip(asked, answers, strict=True)
+    ]
+
+
+def sent(features: Mapping[str, Any]) -> str:
+    """Features in a few words."""
+    return ", ".join(f"{name} {value}" for name, value in features.items())
+
+
+def _shown(answer: Answer, profiles: Profiles) -> str:
+    if answer.items is not None:
+        kinds = [str(profiles.items[item]["category"]) for item in answer.items]
+        return ", ".join(kinds)
+    values, labels = answer.values, answer.labels
+    if values is None or labels is None:
+        return "nothing"
+    best = max(range(len(labels)), key=lambda place: float(values[place]))
+    return f"{labels[best]} {values[best]:.2f}"

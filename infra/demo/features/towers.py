@@ -1,0 +1,239 @@
+"""Towers that also take features: the reference bundle, with a closed-form way round what it has no history of.
+
+An item that the reference model was trained on keeps its vector, and a user with a history theirs. For all others, a
+vector is predicted from a label and a number: v = base[label] + slope[label] * z(log(number)), fitted by ridge
+regression onto the reference model's own vectors. A label that was never seen gets the mean of all.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from cache.model.tower_spec import InputSpec, TowerSpec
+from infra.demo.features.profiles import Features, Profiles
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_swap import put_in_place
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles.graphs import IR_VERSION, OPSET
+from precompute.bundles.index import unit
+
+RIDGE = 1.0
+FITTED_USERS = 4_000
+"""Users that the regression looks at: enough for two coefficients per country."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """Coefficients [labels + 1, dims] of one regression; the last row is for labels that were never seen."""
+
+    labels: tuple[str, ...]
+    base: NDArray[np.float32]
+    slope: NDArray[np.float32]
+    bounds: tuple[float, float]
+    mean: float
+    deviation: float
+
+    def nodes(self, label: str, number: str) -> list[NodeProto]:
+        """Nodes from two inputs to `featured` [rows, dims]; `constants` go with them."""
+        places = {"keys_strings": self.labels, "values_int64s": range(len(self.labels))}
+        return [
+            _look_up(label, "place", **places, default_int64=len(self.labels)),
+            helper.make_node("Gather", ["base", "place"], ["start"]),
+            helper.make_node("Gather", ["slope", "place"], ["steep"]),
+            helper.make_node("Clip", [number, "low", "high"], ["within"]),
+            helper.make_node("Log", ["within"], ["logged"]),
+            helper.make_node("Sub", ["logged", "mean"], ["centred"]),
+            helper.make_node("Div", ["centred", "deviation"], ["scaled"]),
+            helper.make_node("Unsqueeze", ["scaled", "axes"], ["tall"]),
+            helper.make_node("Mul", ["steep", "tall"], ["added"]),
+            helper.make_node("Add", ["start", "added"], ["featured"]),
+        ]
+
+    @property
+    def constants(self) -> dict[str, NDArray[Any]]:
+        """Initializers of `nodes`."""
+        low, high = self.bounds
+        numbers = {"low": low, "high": high, "mean": self.mean, "deviation": self.deviation}
+        return {
+            "base": self.base,
+            "slope": self.slope,
+            "axes": np.array([1], np.int64),
+            **{name: np.array(value, np.float32) for name, value in numbers.items()},
+        }
+
+
+def fit(labels: Sequence[str], numbers: NDArray[np.float64], vectors: NDArray[np.float32]) -> Fit:
+    """Ridge regression of vectors [n, dims] on a label and a positive number each."""
+    names, places = np.unique(np.array(labels), return_inverse=True)
+    logged = np.log(numbers)
+    mean, deviation = float(logged.mean()), max(float(logged.std()), 1e-6)
+    chosen = np.eye(len(names))[places]
+    design = np.hstack([chosen, chosen * ((logged - mean) / deviation)[:, None]])
+    average = vectors.mean(axis=0)
+    square = design.T @ design + RIDGE * np.eye(design.shape[1])
+    found = np.linalg.solve(square, design.T @ (vectors - average))
+    base, slope = np.split(found, 2)
+    return Fit(
+        tuple(map(str, names)),
+        np.vstack([average + base, average]).astype(np.float32),
+        np.vstack([slope, np.zeros_like(average)]).astype(np.float32),
+        (float(numbers.min()), float(numbers.max())),
+        mean,
+        deviation,
+    )
+
+
+def add_features(
+    folder: Path, histories: Mapping[str, Sequence[str]], profiles: Profiles
+) -> Bundle:
+    """Put a bundle whose towers take features too in place of the reference bundle in `folder`.
+
+    `histories` are those of its training, of items that it knows.
+    """
+    reference = Bundle.read(folder)
+    table, centroids = (
+        _constant(reference.values["user_affinity"].path, name) for name in ("table", "centroids")
+    )
+    vectors = _constant(reference.item_tower.path, "table")
+    ids = [raw.decode() for raw in reference.item_ids]
+    prices = np.array([float(profiles.items[each]["price"]) for each in ids])
+    of_items = fit([str(profiles.items[each]["category"]) for each in ids], prices, vectors)
+    of_users = _fit_users(table, ids, histories, profiles.users)
+    beside = folder.with_name(f"{folder.name}-with-features")
+    write_bundle(
+        beside,
+        name="reference-with-features",
+        version=reference.version,
+        dims=reference.dims,
+        item_ids=ids,
+        user_tower=_user_model(reference, of_users, table, None),
+        item_tower=_item_model(ids, of_items, vectors),
+        values={"user_affinity": _user_model(reference, of_users, table, centroids)},
+        training={**reference.training, "features": "ridge regression", "ridge": RIDGE},
+    )
+    put_in_place(beside, folder)
+    return Bundle.read(folder)
+
+
+def _fit_users(
+    table: NDArray[np.float32],
+    ids: Sequence[str],
+    histories: Mapping[str, Sequence[str]],
+    users: Mapping[str, Features],
+) -> Fit:
+    row = {item: number for number, item in enumerate(ids)}
+    some = list(histories)[:: max(1, len(histories) // FITTED_USERS)]
+    sums = np.stack([table[[row[item] for item in histories[user]]].sum(axis=0) for user in some])
+    # Directions alone: a long history must not count for more.
+    directions = unit(sums) * np.float32(np.linalg.norm(sums, axis=1).mean())
+    return fit(
+        [str(users[each]["country"]) for each in some],
+        np.array([float(users[each]["age"]) for each in some]),
+        directions,
+    )
+
+
+def _item_model(ids: Sequence[str], side: Fit, vectors: NDArray[np.float32]) -> ModelFile:
+    """item, category, price -> vector: the item's row of the table if it has one, else from the features."""
+    dims = vectors.shape[1]
+    nodes = [
+        *side.nodes("category", "price"),
+        _look_up("item", "row", keys_strings=ids, values_int64s=range(len(ids)), default_int64=len(ids)),
+        helper.make_node("Gather", ["table", "row"], ["trained"]),
+        helper.make_node("Less", ["row", "items"], ["known"]),
+        helper.make_node("Unsqueeze", ["known", "axes"], ["is_known"]),
+        helper.make_node("Where", ["is_known", "trained", "featured"], ["vector"]),
+    ]  # fmt: skip
+    constants = {
+        **side.constants,
+        "table": np.vstack([vectors, np.zeros((1, dims), np.float32)]),
+        "items": np.array(len(ids), np.int64),
+    }
+    inputs = (
+        InputSpec("item", "feature", "string", column="item"),
+        InputSpec("category", "feature", "string", column="category"),
+        InputSpec("price", "feature", "float32", column="price"),
+    )
+    spec = TowerSpec(inputs, "vector", dims)
+    return ModelFile(_model(nodes, spec, constants), spec, entity="item")
+
+
+def _user_model(
+    reference: Bundle, side: Fit, table: NDArray[np.float32], centroids: NDArray[np.float32] | None
+) -> ModelFile:
+    """history, country, age -> vector, from the history unless it is empty; given `centroids`, affinities to them."""
+    affinity = reference.values["user_affinity"]
+    nodes = [
+        *side.nodes("country", "age"),
+        helper.make_node("Gather", ["table", "history"], ["gathered"]),
+        helper.make_node("ReduceSum", ["gathered", "axes"], ["summed"], keepdims=0),
+        # The padding is the largest index, so a history of nothing else has no smaller one.
+        helper.make_node("ReduceMin", ["history", "axes"], ["smallest"], keepdims=1),
+        helper.make_node("Less", ["smallest", "pad"], ["has_history"]),
+        helper.make_node("Where", ["has_history", "summed", "featured"], ["vector"]),
+    ]
+    constants: dict[str, NDArray[Any]] = {
+        **side.constants,
+        "table": table,
+        "pad": np.array(len(table) - 1, np.int32),
+    }
+    spec = reference.user_tower.spec
+    labels: tuple[str, ...] = ()
+    if centroids is not None:
+        spec, labels = affinity.spec, affinity.labels
+        nodes += [
+            helper.make_node("LpNormalization", ["vector"], ["direction"], axis=1, p=2),
+            helper.make_node("MatMul", ["direction", "centroids"], ["logits"], name="logits"),
+            helper.make_node("Softmax", ["logits"], ["probabilities"], axis=-1),
+        ]
+        constants["centroids"] = centroids
+    inputs = (
+        *spec.inputs,
+        InputSpec("country", "feature", "string", column="country"),
+        InputSpec("age", "feature", "float32", column="age"),
+    )
+    spec = TowerSpec(inputs, spec.output, spec.output_dims)
+    return ModelFile(_model(nodes, spec, constants), spec, labels=labels)
+
+
+def _look_up(name: str, out: str, **attributes: object) -> NodeProto:
+    return helper.make_node("LabelEncoder", [name], [out], domain="ai.onnx.ml", **attributes)
+
+
+def _model(
+    nodes: Sequence[NodeProto], spec: TowerSpec, constants: Mapping[str, NDArray[Any]]
+) -> bytes:
+    output = helper.make_tensor_value_info(
+        spec.output, TensorProto.FLOAT, ["rows", spec.output_dims]
+    )
+    graph = helper.make_graph(
+        nodes,
+        "tower",
+        [_input(each) for each in spec.inputs],
+        [output],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", 2)]
+    model = helper.make_model(
+        graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="larder"
+    )
+    onnx.checker.check_model(model)
+    data: bytes = model.SerializeToString(deterministic=True)
+    return data
+
+
+def _input(spec: InputSpec) -> ValueInfoProto:
+    kinds = {"string": TensorProto.STRING, "float32": TensorProto.FLOAT, "int32": TensorProto.INT32}
+    shape = ["rows", "length"] if spec.bind == "history" else ["rows"]
+    return helper.make_tensor_value_info(spec.name, kinds[spec.dtype], shape)
+
+
+def _constant(model: Path, name: str) -> NDArray[np.float32]:
+    initializers = onnx.load(model).graph.initializer
+    return np.array(numpy_helper.to_array(next(each for each in initializers if each.name == name)))
