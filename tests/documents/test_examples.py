@@ -34,6 +34,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[S
         ".venv/bin/python": "python",
         "/etc/larder": str(folder / "etc"),
         "GENERATION": generation,
+        "u-00042": "42",  # as the demo calls them
         " plan --": " plan --seconds 1 --",
         "deadline_ms=100": "deadline_ms=5000",  # tests share few cores
     }
@@ -66,7 +67,7 @@ def test_an_example_runs(block: Block, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("block", ANSWERS, ids=place)
 def test_an_answer_has_the_fields_and_types_of_a_real_one(block: Block, shop: Shell) -> None:
-    told = json.loads(block.text)
+    told = json.loads(block.text.replace("u-00042", "42"))
     real = httpx.get(f"{shop.url}/v1/lookup/{told['table']}/{told['id']}").json()
 
     assert {name: type(value) for name, value in told.items()} == {

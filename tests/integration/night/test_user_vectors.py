@@ -46,7 +46,7 @@ def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(confi
 
     manifest, root = open_generation(config.store(), generation)
     items = ItemTable.open(root, manifest)
-    names = items.ids_of(np.arange(items.count))
+    names = items.ids_of(np.arange(items.count, dtype=np.uint32))
     layout = manifest.tables["user_vector"].layout
     stored = nights.raw_records(config, generation, list(given), "user_vector")
     lists = nights.top_lists(config, generation, [*given, *nights.histories(config)])
