@@ -17,7 +17,7 @@ from tests.integration.program import ROOT
 
 pytestmark = pytest.mark.installs
 
-TOPS = ("cache", "dags", "precompute", "serving")
+TOPS = ("cache", "dags", "precompute", "serving", "infra/cli", "infra/demo", "infra/local")
 COMPILED = {"cache/native/_columns", "precompute/topk/_topk"}
 BUILT_WITH = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
 GENERATED = re.compile(
@@ -28,6 +28,7 @@ GENERATED = re.compile(
 def source(*, with_c: bool) -> set[str]:
     """The packages' files as they lie here."""
     found = {path for top in TOPS for path in (ROOT / top).rglob("*") if path.is_file()}
+    found.add(ROOT / "infra/__init__.py")
     left_out = {".so", ".pyc"} | (set() if with_c else {".c", ".h"})
     return {str(path.relative_to(ROOT)) for path in found if path.suffix not in left_out}
 
