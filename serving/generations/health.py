@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-About = Literal["blocklist", "eviction", "pointer"]
+About = Literal["blocklist", "eviction", "pointer", "redis"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,6 @@ class Follower:
         self._mending = Mending(shelf, timer)
         self._looking = asyncio.Lock()
         self._fetching: asyncio.Task[None] | None = None
-        self._is_unreachable = False
 
     @property
     def holding(self) -> Holding | None:
@@ -127,17 +126,10 @@ class Follower:
             self._mending.mend(self.pursuit.followed)
 
     async def _look(self) -> None:
-        try:
-            raw, note = await self._control.watch()
-            pointer = None if raw is None else Pointer.from_bytes(raw)
-        except (TierUnavailable, CorruptArtefact) as error:
-            unreachable = isinstance(error, TierUnavailable)
-            if unreachable:
-                self._mark("redis_unreachable")
-            else:
-                self._mark("pointer_corrupt", str(error))
+        if (heard := await self._heard()) is None:
             await self._start_from_releases(None)
             return
+        pointer, note = heard
         self.staged.hear(note)
         # What the release records know and Redis does not was lost with an older Redis.
         await self._start_from_releases(pointer)
@@ -152,6 +144,20 @@ class Follower:
             await self._follow(self.pursuit.seen)
         else:
             self._mark("load_failed")
+
+    async def _heard(self) -> tuple[Pointer | None, bytes | None] | None:
+        """Pointer and staging note as of now; None, and a concern, where they cannot be read."""
+        try:
+            raw, note = await self._control.watch()
+            self.note("redis", None)
+            return None if raw is None else Pointer.from_bytes(raw), note
+        except TierUnavailable:
+            self.note("redis", "redis_unreachable")
+            self.note("pointer", None)  # whatever was wrong with it may have passed
+            self._metrics.refreshes.labels("redis_unreachable").inc()
+        except CorruptArtefact as error:
+            self._mark("pointer_corrupt", str(error))
+        return None
 
     def _stage(self) -> None:
         """Stages at most one generation beside live and previous: the one that the note asks for, else the canary's."""
@@ -213,7 +219,7 @@ class Follower:
             return
         self.pursuit.took(pointer)
         self._mending.begin()
-        if trusted and not self._is_unreachable:
+        if trusted:
             self._unmark()
         log.info("serving generation %s of epoch %d", pointer.generation, pointer.epoch)
         if pointer.previous is not None and self.holding and self.holding.previous is None:
@@ -268,16 +274,9 @@ class Follower:
             log.warning("answering from the previous generation %s", pointer.previous)
 
     async def _overtaken(self, pointer: Pointer) -> Pointer | None:
-        try:
-            raw, _ = await self._control.watch()
-            now = None if raw is None else Pointer.from_bytes(raw)
-        except TierUnavailable:
-            self._mark("redis_unreachable")  # a load may take as long as a store hangs
+        if (heard := await self._heard()) is None:
             return None
-        except CorruptArtefact:
-            return None
-        if self._is_unreachable:
-            self._unmark()
+        now, _ = heard
         return now if judge(now, pointer) == "newer" else None
 
     async def _fetch(self, pointer: Pointer, generation: str) -> None:
@@ -286,11 +285,9 @@ class Follower:
             self.shelf.put(dataclasses.replace(self.holding, previous=previous))
 
     def _mark(self, why: str, remedy: str = "") -> None:
-        self._is_unreachable = why == "redis_unreachable"
         self.note("pointer", why, remedy)
         self._metrics.refreshes.labels(why).inc()
 
     def _unmark(self) -> None:
-        self._is_unreachable = False
         self.note("pointer", None)
         self._metrics.refreshes.labels("in_step").inc()
