@@ -33,6 +33,9 @@ STALE_S = 8.0
 FORGOTTEN_S = 30.0
 """Life of a live answer in these simulations, in seconds."""
 
+DEADLINE_MS = 300.0
+"""Milliseconds that a service gives every call, unless it asks for less."""
+
 CALM_S = 3.0
 """Calm seconds after which processes can talk: a slow model outlasts the wait for whoever computes, then both do."""
 
@@ -106,7 +109,9 @@ class Rules:
         if service is not None and service.tiers._remote.stats.breaker != "closed":
             self._probing_at = self._of.loop.time()
         for each in call.questions:
-            alone_at = self._of.loop.time() + 0.9 * min(0.2, call.deadline_ms / 2_000)
+            # A process waits for another one for half of what it has for a live answer: three quarters of the call's time.
+            caller_s = min(call.deadline_ms, DEADLINE_MS) / 1000
+            alone_at = self._of.loop.time() + min(0.2, caller_s * 0.75 / 2)
             self._waiting[fingerprint(each.id.encode())].setdefault(id(call), alone_at)
         return Asked(
             call, self._of.loop.time(), replica.host, service,
