@@ -109,7 +109,7 @@ class Rules:
         if service is not None and service.tiers._remote.stats.breaker != "closed":
             self._probing_at = self._of.loop.time()
         for each in call.questions:
-            # A process waits for another one for half of what it has for a live answer: three quarters of the call's time.
+            # A process waits for another one for half of what a live answer may take, which is 3/4 of the call's time.
             caller_s = min(call.deadline_ms, DEADLINE_MS) / 1000
             alone_at = self._of.loop.time() + min(0.2, caller_s * 0.75 / 2)
             self._waiting[fingerprint(each.id.encode())].setdefault(id(call), alone_at)
