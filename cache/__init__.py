@@ -3,8 +3,3 @@
 Rooms, lowest first: mrc, control, native, process, format, store, l2, config, model, tiers. Every room may import
 `cache.errors` and `cache.formats`; beyond that imports only go down. Start at `format`, then `tiers`.
 """
-
-from typing import Final
-
-DISTRIBUTION: Final = "larder"
-"""Name by which the other packages know that this `cache` is theirs, and not one that was found before it."""

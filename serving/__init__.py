@@ -5,12 +5,18 @@ usage, replica, lookup, quality, explain, dashboard, fast_lookup, http, fast_htt
 modules here put the rooms together. Start at `lookup.ladder`; `bootstrap` shows what runs.
 """
 
-import cache
+from importlib.util import find_spec
+from pathlib import Path
 
-# The name is a common one: a cache.py in the working folder, or another distribution's, would be found first.
-if getattr(cache, "DISTRIBUTION", "") != "larder":
+_beside = Path(__file__).parents[1] / "cache/__init__.py"
+_found = find_spec("cache")
+if _found is None or Path(_found.origin or "") != _beside:
+    # The name is a common one: a cache.py in the working folder, or another distribution's, would be found first.
+    _place = (
+        None if _found is None else _found.origin or list(_found.submodule_search_locations or ())
+    )
     raise ImportError(
-        f"Larder's serving found another package named cache, {cache.__file__}: set PYTHONSAFEPATH=1, start in "
+        f"Larder's serving found another package named cache, {_place}: set PYTHONSAFEPATH=1, start in "
         "another folder, or install Larder where that package is not",
         name=__name__,
     )

@@ -30,12 +30,15 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
-    """The application; nothing is opened before it starts. Raises ConfigError for a token nobody could send.
+    """The application; nothing is opened before it starts. Raises ConfigError for a token nobody could send, and for
+    files of TLS that cannot be used.
 
     `peers`: the workers of the same parent, if there are any.
     """
     check_token(config.token)
     tokens = tokens_in_force(config, peers)
+    files = TlsFiles.of(config)
+    tls = None if files is None else TlsWatch(files)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -44,7 +47,7 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
             watched(config, service, replica_id()) as (front.watch, is_traced),
         ):
             app.state.service = service
-            for each in filter(None, (tokens, getattr(app.state, "tls", None))):
+            for each in filter(None, (tokens, tls)):
                 service.metrics.registry.register(each)
             keeping = asyncio.create_task(tokens.keep(recognise))
             # Routes are tried in order: what is asked most comes before the documentation.
@@ -67,6 +70,8 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
         redirect_slashes=False,
         bodies_bytes=config.bodies_bytes,
     )
+
+    app.state.tls = tls
 
     def recognise(callers: Callers) -> None:
         front.callers = callers
@@ -109,8 +114,7 @@ def make_server(
 
     With `fast_http` its connections answer lookups themselves, and have bounds of their own; else they are uvicorn's.
     """
-    files = TlsFiles.of(config)
-    app.state.tls = tls = None if files is None else TlsWatch(files)
+    tls: TlsWatch | None = app.state.tls
     rest = config.drain_s, announce, tls, config.head_timeout_s
     if not config.fast_http:
         return Server(settings_of(app, config, log_level, "httptools", tls), None, *rest)

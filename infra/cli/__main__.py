@@ -12,8 +12,8 @@ from cache.errors import LarderError
 from cache.formats import RELEASE
 from infra.cli.commands import BY_NAME, lacking
 from infra.cli.help import page
+from infra.cli.settings import FILE
 
-FILE = "larder.toml"
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130

@@ -2,13 +2,13 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cache.errors import LarderError
+from cache.process.command_line import NOT_WELL, json_text
 from cache.process.extras import PRECOMPUTE, missing
 from infra.cli.dags import dags_folder, files_in
 from infra.cli.redis import place_of
@@ -17,7 +17,6 @@ from infra.cli.settings import night_settings
 if TYPE_CHECKING:
     from cache.config.night import NightConfig
 
-NOT_WELL = 3
 REDIS_S = 3.0
 
 State = Literal["ok", "to do", "not used"]
@@ -39,10 +38,7 @@ def main(words: Sequence[str], *, prog: str) -> int:
         config = night_settings()
         findings += [_looked(name, partial(look, config)) for name, look in LOOKS.items()]
     if sent.json:
-        import orjson
-
-        told = [each._asdict() for each in findings]
-        sys.stdout.write(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode() + "\n")
+        print(json_text([each._asdict() for each in findings]))
     else:
         for each in findings:
             print(f"{each.state:<9} {each.what:<9} {each.told}")
@@ -96,12 +92,13 @@ def _sources(config: "NightConfig") -> tuple[State, str]:
     rows = 0 if first is None else len(first.times)
     if not rows:
         return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
-    for name, column in (
-        (sources.item_features, sources.item_column),
-        (sources.user_features, sources.user_column),
+    for name, columns in (
+        (sources.item_features, (sources.item_column,)),
+        (sources.user_features, (sources.user_column,)),
+        (sources.user_vectors, (sources.user_column, sources.vector_column)),
     ):
         if name:
-            feature_schema(source_file(name, base), (column,))
+            feature_schema(source_file(name, base), columns)
     return "ok", f"{len(files)} file{'s' * (len(files) > 1)}; the first {rows:,} rows can be read"
 
 

@@ -3,16 +3,14 @@
 import argparse
 import hashlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import orjson
-
 from cache.errors import ConfigError
 from cache.formats import RELEASE
+from cache.process.command_line import json_text
 
 PACKAGED = Path(__file__).parents[2] / "dags"
 FOLDER = "larder"
@@ -71,8 +69,7 @@ def main(words: Sequence[str], *, prog: str) -> int:
         if state != "current":
             _write(file)
     if sent.json:
-        told = {str(file.target): state for file, state in states.items()}
-        sys.stdout.write(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode() + "\n")
+        print(json_text({str(file.target): state for file, state in states.items()}))
         return 0
     for file, state in states.items():
         print(f"{file.target}: {'as it was' if state == 'current' else 'written'}")

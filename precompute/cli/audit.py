@@ -4,11 +4,11 @@ import argparse
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-import orjson
 from rich.table import Table
 
 from cache.errors import ConfigError
 from cache.format.ids import canonical_id
+from cache.process.command_line import json_text
 from cache.store.audit import AuditRecord, audit_records, entity_digest
 from precompute.cli.console import Found, Told
 from precompute.cli.status_report import iso
@@ -27,7 +27,7 @@ def audit(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
         if (each.at >= since or each.outcome in ("missing", "unreadable")) and about in each.subject
     ]
     if arguments.json:
-        return Told(orjson.dumps(list(map(asdict, records)), option=orjson.OPT_INDENT_2).decode())
+        return Told(json_text(list(map(asdict, records))))
     return [_table(records)] if records else ["nothing was written down"]
 
 

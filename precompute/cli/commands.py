@@ -4,17 +4,17 @@ import argparse
 import math
 from typing import Any
 
-import orjson
 from rich.table import Table
 
 from cache.errors import ConfigError, Conflict, LarderError
 from cache.format.ids import canonical_id
+from cache.process.command_line import NOT_WELL, json_text
 from cache.store.audit import Audited, audited, ids_in_words
 from cache.store.blocklist import change_blocklist
 from precompute.builds.night import Night, size_text
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import hand_over
-from precompute.cli.console import NOT_WELL, Found, Told, err
+from precompute.cli.console import Found, Told, err
 from precompute.cli.status_report import look, report
 from precompute.cli.status_table import shown
 from precompute.cli.step_commands import standing_name
@@ -136,5 +136,5 @@ def status(config: NightConfig, arguments: argparse.Namespace, _progress: Progre
     told = report(config, look(config))
     code = 0 if told["well"] else NOT_WELL
     if arguments.json:
-        return Told(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode(), code)
+        return Told(json_text(told), code)
     return Told(shown(told), code)

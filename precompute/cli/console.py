@@ -29,9 +29,6 @@ BYTES = ("load pages", "restore pages")
 
 Found = dict[str, Any] | Sequence[Table | str | Text]
 
-NOT_WELL = 3
-"""Exit code of a command that did what it should, and found something that is not as it should be."""
-
 
 @dataclass(frozen=True, slots=True)
 class Told:

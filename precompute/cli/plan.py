@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
@@ -14,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cache.errors import ConfigError, SourceError
+from cache.process.command_line import json_text
 from precompute.builds.night import size_text
 from precompute.cli.console import Found, out, show
 from precompute.config.generations_at_peak import generations_at_peak
@@ -147,7 +147,7 @@ def _json(found: Forecast, verdicts: list[Verdict], generations: int) -> Found:
         "generations": generations,
         "verdicts": [each.to_json() for each in verdicts],
     }
-    return [escape(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())]
+    return [escape(json_text(told))]
 
 
 def _tables(

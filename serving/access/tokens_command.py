@@ -10,9 +10,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import orjson
-
 from cache.errors import TOKEN_PREFIX, ConfigError, LarderError
+from cache.process.command_line import json_text
 from cache.store.audit import audited
 from serving.access.scopes import SCOPES
 from serving.access.token_file import (
@@ -133,7 +132,7 @@ def _listed(tokens: Tokens, *, as_json: bool) -> str:
         shown = {
             name: {each: getattr(entry, each) for each in names} for name, entry in tokens.items()
         }
-        return orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode()
+        return json_text(shown)
     rows = [("name", "scopes", "requests/s", "entities/s", "in flight", "expires")]
     rows += [_row(name, entry) for name, entry in sorted(tokens.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

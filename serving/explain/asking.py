@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 import orjson
 
 from cache.errors import ConfigError
+from cache.process.command_line import json_text
 from serving.access.client_tls import add_tls_options, context_of
 
 _BODY_MAX = 64 << 20
@@ -25,8 +26,9 @@ class Failed(Exception):
     """The service could not be asked, or said no; the text says what to do."""
 
 
-def add_question(parser: argparse.ArgumentParser) -> None:
-    """Arguments that name an entity of a table, what to compute from, and the service."""
+def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Parser of a command that asks for one entity of a table: what to compute from, and which service."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("table", help="a table, as /v1/generations lists them")
     parser.add_argument("entity", help="an id; 7 and 007 are two")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
@@ -40,6 +42,7 @@ def add_question(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--features", metavar="JSON", help="feature columns to compute from")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds (default: 10)")
     parser.add_argument("--json", action="store_true", help="what the service says, as it is")
+    return parser
 
 
 def answer_to(
@@ -60,7 +63,7 @@ def answer_to(
         print(f"larder: {error}", file=sys.stderr)
         return 1
     if sent.json:
-        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
+        print(json_text(told))
     else:
         show(told)
     return 0

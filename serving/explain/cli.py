@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from serving.explain.asking import add_question, answer_to
+from serving.explain.asking import answer_to, question_parser
 from serving.explain.console import show
 
 PROG = "python -m serving explain"
@@ -17,11 +17,9 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """Parser of this command's arguments."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Why a running service answers an entity as it does: which rung would answer, what each holds, the "
+    return question_parser(
+        prog,
+        "Why a running service answers an entity as it does: which rung would answer, what each holds, the "
         "record with its page and checksums, what the model says now, and the difference. Nothing is changed by "
         "asking. Exit code: 0 explained, 1 the service could not be asked or refused, 2 wrong usage.",
     )
-    add_question(parser)
-    return parser

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from serving.explain.asking import add_question, answer_to
+from serving.explain.asking import answer_to, question_parser
 
 PROG = "python -m serving lookup"
 _SHOWN = 20
@@ -19,14 +19,12 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """Parser of this command's arguments."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="The answer of a running service for one entity of a table, and where it came from. --history and "
+    return question_parser(
+        prog,
+        "The answer of a running service for one entity of a table, and where it came from. --history and "
         "--features are what to compute from where nothing is stored. Exit code: 0 answered, 1 the service could not "
         "be asked or refused, 2 wrong usage.",
     )
-    add_question(parser)
-    return parser
 
 
 def _show(told: Mapping[str, Any]) -> None:

@@ -2,20 +2,16 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from cache.errors import ConfigError
+from cache.process.command_line import NOT_WELL, json_text
 from infra.cli.init.guesses import Guesses, guess
 from infra.cli.init.look import look
 from infra.cli.init.toml_file import text_of
-
-FILE = "larder.toml"
-NOT_WELL = 3
+from infra.cli.settings import FILE
 
 
 def main(words: Sequence[str], *, prog: str) -> int:
@@ -38,7 +34,7 @@ def main(words: Sequence[str], *, prog: str) -> int:
     beside.replace(target)
     if sent.json:
         told = {"file": str(target), "bundle": bundle, **_told(guesses)}
-        sys.stdout.write(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode() + "\n")
+        print(json_text(told))
     else:
         print(f"{os.path.relpath(target, here)}: written")
         for line in _lines(guesses, bundle):

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from tests.certificates import Authority
 from tests.integration.nights import UNTIL, build_night, build_verified, publish
 from tests.integration.scraping import BOARDS, INFRA
 from tests.integration.serving_app import eventually, serving
@@ -32,7 +33,9 @@ async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(
     later = (datetime.fromisoformat(UNTIL) + timedelta(minutes=30)).isoformat()
     next_ = await asyncio.to_thread(build_verified, night, later)
 
-    async with serving(night) as app:
+    tls = Authority.made(tmp_path / "tls").signed("replica")
+
+    async with serving(night, tls_certificate=str(tls.certificate), tls_key=str(tls.key)) as app:
         await asyncio.to_thread(publish, night, next_)
 
         async def measured() -> bool:
@@ -48,7 +51,7 @@ async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(
     named = dict(re.findall(r"^# TYPE (larder_\w+) (\w+)$", text, re.MULTILINE))
     suffixes = {"histogram": ("_bucket", "_count", "_sum"), "summary": ("_count", "_sum")}
     exposed = {name + end for name, kind in named.items() for end in suffixes.get(kind, ("",))}
-    assert read_series() - {"larder_tls_stale"} <= exposed  # this one speaks no TLS
+    assert read_series() <= exposed
     assert {role for _, role in held} == {"live", "previous"}
     assert {step for (step,) in steps} == {
         "begin", "embed_items", "score", "index", "quantize", "load", "verify",
