@@ -1,5 +1,7 @@
 """ONNX graphs of the reference model, written node by node. Pure."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx
 from numpy.typing import NDArray
@@ -11,20 +13,20 @@ IR_VERSION = 10
 
 def history_tower(rows: NDArray[np.float32]) -> bytes:
     """history int32 [n, length] -> vector [n, dims]: the sum of the table's rows; the last row is the padding."""
-    return _model(
+    return model_of(
         _sum_of_rows("vector"),
-        [_ints("history", ["rows", "length"])],
-        [_floats("vector", rows.shape[1])],
+        [ints("history", ["rows", "length"])],
+        [floats("vector", rows.shape[1])],
         {"table": rows, "axes": np.array([1], np.int64)},
     )
 
 
 def item_tower(rows: NDArray[np.float32]) -> bytes:
     """item_index int32 [n] -> vector [n, dims]: a row of the table."""
-    return _model(
+    return model_of(
         [helper.make_node("Gather", ["table", "item_index"], ["vector"], name="rows", axis=0)],
-        [_ints("item_index", ["rows"])],
-        [_floats("vector", rows.shape[1])],
+        [ints("item_index", ["rows"])],
+        [floats("vector", rows.shape[1])],
         {"table": rows},
     )
 
@@ -38,10 +40,10 @@ def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) ->
         helper.make_node("MatMul", ["direction", "centroids"], ["logits"], name="logits"),
         helper.make_node("Softmax", ["logits"], ["probabilities"], name="softmax", axis=-1),
     ]
-    return _model(
+    return model_of(
         nodes,
-        [_ints("history", ["rows", "length"])],
-        [_floats("probabilities", len(centroids))],
+        [ints("history", ["rows", "length"])],
+        [floats("probabilities", len(centroids))],
         {
             "table": rows,
             "axes": np.array([1], np.int64),
@@ -57,20 +59,23 @@ def _sum_of_rows(output: str) -> list[onnx.NodeProto]:
     ]
 
 
-def _ints(name: str, shape: list[str]) -> onnx.ValueInfoProto:
+def ints(name: str, shape: list[str]) -> onnx.ValueInfoProto:
+    """An input or output int32 of this shape."""
     return helper.make_tensor_value_info(name, TensorProto.INT32, shape)
 
 
-def _floats(name: str, width: int) -> onnx.ValueInfoProto:
+def floats(name: str, width: int) -> onnx.ValueInfoProto:
+    """An input or output float32 [rows, width]."""
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width])
 
 
-def _model(
+def model_of(
     nodes: list[onnx.NodeProto],
     inputs: list[onnx.ValueInfoProto],
     outputs: list[onnx.ValueInfoProto],
-    constants: dict[str, NDArray[np.float32] | NDArray[np.int64]],
+    constants: Mapping[str, NDArray[np.float32] | NDArray[np.int64]],
 ) -> bytes:
+    """A checked graph of these nodes and constants, serialised."""
     initializers = [numpy_helper.from_array(value, name) for name, value in constants.items()]
     graph = helper.make_graph(nodes, "tower", inputs, outputs, initializers)
     model = helper.make_model(

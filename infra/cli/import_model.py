@@ -1,0 +1,72 @@
+"""`larder import`: makes a folder that a night reads of what other libraries fitted, from files."""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cache.process.command_line import json_text
+
+if TYPE_CHECKING:
+    from precompute.adapters.report import Report
+
+
+def main(words: Sequence[str], *, prog: str) -> int:
+    """Exit code: 0 written; raises SourceError or ConfigError where nothing was."""
+    sent = argument_parser(prog).parse_args(words)
+    report = _vectors(sent) if sent.kind == "vectors" else _implicit(sent)
+    print(json_text(report.to_json()) if sent.json else "\n".join(report.lines()))
+    return 0
+
+
+def argument_parser(prog: str) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Make a folder with bundle, larder.toml and what else a night reads, of a model that another "
+        "library fitted. From Python: precompute.adapters. Exit code: 0 written, 2 refused: nothing was written.",
+    )
+    kinds = parser.add_subparsers(required=True, metavar="KIND", dest="kind")
+    vectors = kinds.add_parser(
+        "vectors",
+        help="vectors of items, and of users if there are any",
+        description="From vectors: a Parquet file with a column of ids and one of lists of numbers, or a .npy file.",
+    )
+    vectors.add_argument("--items", required=True, metavar="FILE", help="vectors of items")
+    vectors.add_argument("--users", metavar="FILE", help="vectors of users")
+    vectors.add_argument(
+        "--metric", choices=["inner_product", "cosine"], default="inner_product", help="default: %(default)s"
+    )  # fmt: skip
+    implicit = kinds.add_parser(
+        "implicit",
+        help="ALS, BPR or LMF of the library implicit",
+        description="From the .npz file that a model's `save` writes; implicit need not be installed.",
+    )
+    implicit.add_argument("model", metavar="FILE", help="what `model.save` wrote")
+    for each in (vectors, implicit):
+        each.add_argument(
+            "--clicks", required=each is implicit, metavar="FILE",
+            help="what users did: user,item in Parquet or CSV, or a scipy matrix [users, items] in .npz",
+        )  # fmt: skip
+        each.add_argument(
+            "--item-ids", metavar="FILE", help="one id a line, in the order of the rows"
+        )
+        each.add_argument("--user-ids", metavar="FILE", help="the same of users")
+        each.add_argument("--to", required=True, metavar="FOLDER", help="where it is written")
+        each.add_argument("--json", action="store_true", help="the report, for programs")
+    return parser
+
+
+def _vectors(sent: argparse.Namespace) -> "Report":
+    from precompute.adapters.vectors import from_vectors
+
+    return from_vectors(
+        sent.item_ids, sent.items, sent.user_ids, sent.users, to=sent.to, clicks=sent.clicks, metric=sent.metric
+    )  # fmt: skip
+
+
+def _implicit(sent: argparse.Namespace) -> "Report":
+    from precompute.adapters.implicit_models import from_implicit
+
+    return from_implicit(
+        sent.model, sent.clicks, to=sent.to, user_ids=sent.user_ids, item_ids=sent.item_ids
+    )

@@ -1,0 +1,173 @@
+"""Choosing how a history becomes a vector: candidates are folded over a part of known histories, and find the rest."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.model.ranking import Metric, unpack
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import InputSpec, TowerSpec
+from precompute.adapters.given import Clicks
+from precompute.adapters.towers import Fold
+from precompute.bundles.index import best_with, tiles
+
+HISTORY_MAX = 1024
+USERS_MAX = 1_000
+LEAST = 5
+"""Items of a user whose history is cut: four fifths are folded, one fifth is to be found."""
+TOP = 20
+RIDGES = (0.1, 1.0, 10.0)
+"""Regularisation of the ridges that are tried, in mean squared lengths of an item's row."""
+STEPS = (1, 2, 4, 8, 16, 32, 64)
+TOLERANCE = 1e-6
+"""Error of a vector, relative to its largest number, at which no more steps are taken."""
+CHANCE = 0.55
+"""Share of pairs in which what a user clicked scores above a random item; below it, ids and rows do not belong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The fold that won, its tower, and recall@20 of each candidate (empty: nothing to choose by)."""
+
+    name: str
+    tower: bytes
+    spec: TowerSpec
+    steps: int
+    recalls: dict[str, float]
+
+
+def ridges(rows: NDArray[np.float32], offset: NDArray[np.float32], target: float) -> list[Fold]:
+    """The mean of a history's rows, and least squares against them with `target` for each, ridge-regularised.
+
+    A ridge's vector solves (reg I + Z'Z) u = target Z'1.
+    """
+    size = float(np.square(rows, dtype=np.float64).sum(axis=1).mean()) or 1.0
+    folds = [Fold("mean", rows, 0.0, None, offset, is_mean=True)]
+    for each in RIDGES:
+        back = np.eye(rows.shape[1], dtype=np.float32) * np.float32(target / (each * size))
+        folds.append(Fold(f"ridge {each:g}", rows, 1 / (each * size), back, offset))
+    return folds
+
+
+def demand_taste(
+    items: NDArray[np.float32], users: NDArray[np.float32], clicks: Clicks, rng: np.random.Generator
+) -> None:
+    """Raises SourceError where users' vectors rank what they clicked no better than any other item."""
+    pairs = clicks.matrix.tocoo()
+    if not pairs.nnz:
+        return
+    some = rng.choice(pairs.nnz, min(pairs.nnz, 20_000), replace=False)
+    vectors = users[pairs.row[some]]
+    clicked = np.einsum("ij,ij->i", vectors, items[pairs.col[some]])
+    other = np.einsum("ij,ij->i", vectors, items[rng.integers(len(items), size=len(some))])
+    share = float(((clicked > other) + 0.5 * (clicked == other)).mean())
+    if share < CHANCE:
+        raise SourceError(
+            f"what users clicked scores above a random item in {share:.0%} of pairs, as by chance: are all ids in the "
+            "order of their rows, and are the clicks those that the vectors were fitted on?",
+            share=share,
+        )
+
+
+def choose(
+    folds: Sequence[Fold],
+    items: NDArray[np.float32],
+    clicks: Clicks | None,
+    metric: Metric,
+    rng: np.random.Generator,
+) -> Chosen:
+    """The candidate that finds most of what was held out, the first of equals; without histories the first."""
+    spec = TowerSpec(
+        (InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=len(items)),),
+        "vector",
+        items.shape[1],
+    )
+    rows = np.empty(0, np.int64) if clicks is None else clicks.sample(USERS_MAX, LEAST, rng)
+    kept, held = _cut(clicks, rows, rng)
+    recalls, towers = {}, {}
+    for fold in folds if len(rows) else folds[:1]:
+        steps, tower = enough_steps(fold, spec, kept)
+        towers[fold.name] = steps, tower
+        if len(rows):
+            found = run(tower, spec, kept)
+            recalls[fold.name] = recall(found, items, kept, held, metric)
+    name = max(recalls, key=recalls.__getitem__) if recalls else folds[0].name
+    steps, tower = towers[name]
+    return Chosen(name, tower, spec, steps, recalls)
+
+
+def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int, bytes]:
+    """The fewest steps whose vectors are within TOLERANCE of the exact ones, or no step more makes them better."""
+    if not fold.strength:
+        return 1, fold.tower(1)
+    lengths = np.diff(histories.indptr)
+    some = histories.take(np.argsort(-lengths, kind="stable")[:: max(1, len(lengths) // 32)])
+    if not len(some):
+        some = Histories.of([range(min(8, len(fold.rows)))])
+    exact = np.stack([fold.exact(each) for each in _rows(some)])
+    scale = np.abs(exact).max(axis=1, keepdims=True) + TOLERANCE
+    best, before = (STEPS[0], b""), np.inf
+    for steps in STEPS:
+        tower = fold.tower(steps)
+        error = float((np.abs(run(tower, spec, some) - exact) / scale).max())
+        if error < before / 1.5:
+            best, before = (steps, tower), error
+        if error <= TOLERANCE:
+            break
+    return best
+
+
+def run(tower: bytes, spec: TowerSpec, histories: Histories) -> NDArray[np.float32]:
+    """Vectors float32 [n, dims] of histories, by the model as it will be served."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tower.onnx"
+        path.write_bytes(tower)
+        return Tower.open(path, spec).run({"history": histories})
+
+
+def recall(
+    vectors: NDArray[np.float32],
+    items: NDArray[np.float32],
+    seen: Histories,
+    held: Histories,
+    metric: Metric,
+) -> float:
+    """Mean recall@20 of held-out items among those that were not seen: hits / min(20, number held out)."""
+    top = min(TOP, len(items))
+    keys = np.empty((len(vectors), 0), np.uint64)
+    row_of = np.repeat(np.arange(len(seen)), np.diff(seen.indptr))
+    for start, part in tiles(items, metric):
+        scores = vectors @ part.T
+        inside = (seen.indices >= start) & (seen.indices < start + len(part))
+        scores[row_of[inside], seen.indices[inside] - start] = -np.inf
+        keys = best_with(keys, scores, start, top)
+    lists = unpack(keys, top)[0]
+    shares = [
+        len(np.intersect1d(found, wanted)) / min(top, len(wanted))
+        for found, wanted in zip(lists, _rows(held), strict=True)
+    ]
+    return float(np.mean(shares))
+
+
+def _rows(histories: Histories) -> list[NDArray[np.int64]]:
+    return np.split(histories.indices, histories.indptr[1:-1])
+
+
+def _cut(
+    clicks: Clicks | None, rows: NDArray[np.int64], rng: np.random.Generator
+) -> tuple[Histories, Histories]:
+    """(what is folded, what is to be found) of these users: one fifth of each history is held out."""
+    if clicks is None or not len(rows):
+        return Histories.of([]), Histories.of([])
+    kept, held = [], []
+    for history in _rows(clicks.histories(rows, HISTORY_MAX)):
+        mixed = rng.permutation(history)
+        out = max(1, len(mixed) // 5)
+        held.append(mixed[:out])
+        kept.append(np.sort(mixed[out:]))
+    return Histories.of(kept), Histories.of(held)

@@ -1,0 +1,170 @@
+"""Writing the folder of an imported model: bundle, vectors of users, clicks, settings, report."""
+
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache.errors import BundleError, ConfigError
+from cache.model.ranking import Metric
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.store.artefacts import write_atomically
+from precompute.adapters.given import Clicks, Vectors
+from precompute.adapters.report import Report
+from precompute.bundles.agreement import agreement
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_swap import put_in_place
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles.graphs import item_tower
+from precompute.bundles.quantize import quantize_tower
+
+BUNDLE, USERS, CLICKS, SETTINGS, REPORT = (
+    "bundle", "user_vectors.parquet", "clicks.parquet", "larder.toml", "import.json"
+)  # fmt: skip
+COMPARED = 256
+"""Histories by which the int8 form is compared."""
+
+_SETTINGS = """\
+# Written by an import, and never over a file that is there. All settings: docs/reference/configuration.md.
+bundle = "bundle"
+artifacts = "artifacts"
+state = "state"
+
+[sources]
+interactions = ["clicks.parquet"]     # whose items are left out of a user's list; or your own files
+{users}
+[tables.user_topk]
+kind = "user_topk"
+k = 100
+
+[tables.user_vector]
+kind = "user_vector"
+precision = "f4"
+
+[tables.item_vector]
+kind = "item_vector"
+
+[tables.item_similar]
+kind = "item_similar"
+metric = "cosine"
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Imported:
+    """Model ready to be written: its towers (`user_tower` as ONNX), and vectors and clicks of known users, if any."""
+
+    model: str
+    items: Vectors
+    user_tower: bytes
+    user_spec: TowerSpec
+    metric: Metric
+    fold_in: str
+    recalls: Mapping[str, float]
+    users: Vectors | None
+    clicks: Clicks | None
+    cannot: tuple[str, ...]
+
+
+def write_folder(to: Path, made: Imported, began: float) -> Report:
+    """Write the folder, each file in one move; one that is there already is replaced, its settings are kept.
+
+    Raises ConfigError for a folder that holds something else, with nothing written.
+    """
+    if to.exists() and (not to.is_dir() or (any(to.iterdir()) and not (to / REPORT).exists())):
+        raise ConfigError(f"{to} exists and was not made by an import: name another folder")
+    to.mkdir(parents=True, exist_ok=True)
+    beside = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
+    try:
+        bundle = _write_bundle(beside, made)
+        compared = _agreement(bundle, made)
+        size_bytes = sum(each.stat().st_size for each in beside.iterdir())
+        put_in_place(beside, to / BUNDLE)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    _write_tables(to, made)
+    if not (to / SETTINGS).exists():
+        users = f'user_vectors = "{USERS}"\n' if made.users is not None else ""
+        write_atomically(to / SETTINGS, _SETTINGS.format(users=users).encode())
+    report = Report(
+        str(to), made.model, len(made.items.ids), 0 if made.users is None else len(made.users.ids),
+        0 if made.clicks is None else int(made.clicks.matrix.nnz), made.items.dims, made.metric, made.fold_in,
+        dict(made.recalls), compared, size_bytes, round(time.perf_counter() - began, 3), made.cannot,
+    )  # fmt: skip
+    write_atomically(to / REPORT, orjson.dumps(report.to_json(), option=orjson.OPT_INDENT_2))
+    return report
+
+
+def _write_bundle(folder: Path, made: Imported) -> Bundle:
+    dims, spec = made.items.dims, made.user_spec
+    return write_bundle(
+        folder,
+        name=made.model,
+        version="1",
+        dims=dims,
+        item_ids=made.items.ids,
+        metric=made.metric,
+        user_tower=ModelFile(made.user_tower, spec),
+        item_tower=ModelFile(
+            item_tower(made.items.rows),
+            TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", dims),
+            entity="item",
+        ),
+        training={"imported": made.model, "fold_in": made.fold_in, "recalls": dict(made.recalls)},
+    )
+
+
+def _write_tables(to: Path, made: Imported) -> None:
+    """Clicks and users' vectors as Parquet; an empty table of clicks where there are none."""
+    part = to / f".{secrets.token_hex(4)}.part"
+    try:
+        if made.clicks is not None:
+            made.clicks.write(part, made.items.ids)
+        else:
+            pq.write_table(
+                pa.table({"user": pa.array([], pa.string()), "item": pa.array([], pa.string())}),
+                part,
+            )
+        part.replace(to / CLICKS)
+        if made.users is None:
+            (to / USERS).unlink(missing_ok=True)
+        else:
+            rows = pa.FixedSizeListArray.from_arrays(
+                pa.array(made.users.rows.ravel()), made.users.dims
+            )
+            pq.write_table(pa.table({"user": made.users.ids, "vector": rows}), part)
+            part.replace(to / USERS)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _agreement(bundle: Bundle, made: Imported) -> dict[str, Any]:
+    """Agreement of the user tower's int8 form, over known histories; empty without any."""
+    if made.clicks is None or made.user_spec.history is None or len(made.user_spec.inputs) > 1:
+        return {}
+    rows = made.clicks.sample(COMPARED, 1, np.random.default_rng(0))
+    if not len(rows):
+        return {}
+    longest = made.user_spec.history.max_length or 1
+    histories: Histories = made.clicks.histories(rows, longest)
+    inputs = {made.user_spec.history.name: histories}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "int8.onnx"
+        try:
+            quantize_tower(bundle.user_tower.path, made.user_spec, inputs, path)
+        except BundleError as error:
+            return {"why_not": error.message}
+        return agreement(
+            Tower.open(bundle.user_tower.path, made.user_spec), Tower.open(path, made.user_spec), inputs,
+            made.items.rows, metric=made.metric, excluded=histories,
+        )  # fmt: skip

@@ -1,0 +1,248 @@
+"""Ids, vectors and clicks as a caller has them (arrays, lists, files), checked, in the forms that a folder needs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from cache.config.sections import Sources
+from cache.errors import SourceError
+from cache.model.tower import Histories
+from precompute.sources.columns import read_ids
+from precompute.sources.interactions import Numbered
+from precompute.sources.readers import read_interactions
+from precompute.sources.vocabulary import Vocabulary, repeats_in
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vectors:
+    """Vectors float32 [n, dims] of entities, and their ids as Arrow strings."""
+
+    ids: Any
+    rows: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, ids: Any, rows: Any, what: str) -> Self:
+        """Checks both; `rows` may be the path of a .npy file, or of a Parquet file with a column of ids and of vectors.
+
+        Raises SourceError, which names what is wrong and the remedy.
+        """
+        if isinstance(rows, str | Path):
+            named, rows = _from_file(Path(rows), what)
+            ids = named if ids is None else ids
+        found = _numbers(rows, what)
+        texts = ids_of(range(len(found)) if ids is None else ids, what)
+        if len(texts) != len(found):
+            raise SourceError(
+                f"{len(texts):,} {what} ids, but {len(found):,} {what} vectors: give one id for each row, in its order"
+            )
+        return cls(texts, found)
+
+    @property
+    def dims(self) -> int:
+        """Numbers of a vector."""
+        return int(self.rows.shape[1])
+
+
+def ids_of(ids: Any, what: str) -> Any:
+    """Arrow strings of ids (texts or integers, or the path of a file with one a line); SourceError for others."""
+    if isinstance(ids, str | Path):
+        path = Path(ids)
+        try:
+            ids = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SourceError(
+                f"{what} ids {path}: {error}; it holds one id a line, in UTF-8"
+            ) from None
+    values = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    try:
+        column = (
+            values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(list(values))
+        )
+    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
+        raise SourceError(
+            f"{what} ids: {error}; ids are texts or integers, all of one kind"
+        ) from None
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    if not len(column):
+        raise SourceError(f"there is no {what}: give at least one")
+    found, bad = read_ids(column, Path("the ids given"), what)
+    if bad:
+        reason, rows = next(iter(bad.items()))
+        raise SourceError(f"{what} ids: {reason}, first in row {int(rows.argmax())}")
+    texts = found.texts()
+    repeated = repeats_in(texts)
+    if len(repeated):
+        at = int(repeated[0])
+        raise SourceError(
+            f"{what} id {texts[at].as_py()!r} is there twice, the second time in row {at}: keep one row for each",
+            row=at,
+        )
+    return texts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clicks:
+    """Clicks of users on items, by the rows of both: a CSR matrix [users, items] of weights above 0."""
+
+    matrix: sp.csr_matrix
+    users: Any
+
+    @classmethod
+    def of(cls, given: Any, users: Any, items: Any) -> Self:
+        """Checks a scipy matrix [users, items] (or its .npz file), or reads a table of clicks (a path).
+
+        `users` are the users' ids in the order of the rows (None: the matrix' row numbers, or whoever is in the table),
+        `items` Arrow strings in the order of the columns; a table's clicks on other items are left out. Raises
+        SourceError, which names both sides.
+        """
+        if isinstance(given, str | Path) and Path(given).suffix != ".npz":
+            return cls._read(Path(given), users, items)
+        if isinstance(given, str | Path):
+            try:
+                given = sp.load_npz(given)
+            except (OSError, ValueError, KeyError) as error:
+                raise SourceError(
+                    f"{given}: {error}; write it with scipy.sparse.save_npz"
+                ) from None
+        if not sp.issparse(given):
+            raise SourceError(
+                f"clicks are a scipy sparse matrix, users by items, not a {type(given).__name__}"
+            )
+        found = sp.csr_matrix(given, dtype=np.float32, copy=True)
+        texts = ids_of(range(found.shape[0]), "user") if users is None else users
+        if found.shape != (len(texts), len(items)):
+            is_turned = found.shape == (len(items), len(texts))
+            raise SourceError(
+                f"the clicks are {found.shape[0]:,} by {found.shape[1]:,}, there are {len(texts):,} users and "
+                f"{len(items):,} items{': it is items by users, give its transpose' if is_turned else ''}"
+            )
+        if not np.isfinite(found.data).all():
+            raise SourceError("the clicks have weights that are no finite numbers: leave those out")
+        found.sum_duplicates()
+        found.data[found.data < 0] = 0  # a dislike, which no history can say
+        found.eliminate_zeros()
+        return cls(found, texts)
+
+    @classmethod
+    def _read(cls, path: Path, users: Any, items: Any) -> Self:
+        """Clicks of a table, as a night reads it; those of users and items that are not known are left out."""
+        columns, numbered, rows = Vocabulary.of(pa.chunked_array([items])), Numbered(), []
+        assert columns is not None  # noqa: S101 - ids were checked
+        for batch in read_interactions(Sources(interactions=(str(path),)), Path.cwd()):
+            numbered.add(batch.users)
+            rows.append(columns.places(batch.items.names)[batch.items.codes])
+        row, column = numbered.codes(), np.concatenate(rows)
+        names = numbered.names.cast(pa.string())
+        if users is not None:
+            known = Vocabulary.of(pa.chunked_array([users]))
+            assert known is not None  # noqa: S101
+            row, names = known.places(names)[row], users
+        kept = (row >= 0) & (column >= 0)
+        if not kept.any():
+            raise SourceError(
+                f"{path}: not one click is of a known user on a known item; are the ids the same?"
+            )
+        ones = np.ones(int(kept.sum()), np.float32)
+        found = sp.csr_matrix((ones, (row[kept], column[kept])), (len(names), len(items)))
+        found.data[:] = 1
+        return cls(found, names)
+
+    def sample(self, most: int, least: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Rows of at most `most` users with at least `least` items, in ascending order."""
+        enough = np.flatnonzero(np.diff(self.matrix.indptr) >= least)
+        return np.sort(rng.choice(enough, min(most, len(enough)), replace=False))
+
+    def histories(self, rows: NDArray[np.int64], longest: int) -> Histories:
+        """Items of some users, the last `longest` of each."""
+        found = Histories(self.matrix.indptr.astype(np.int64), self.matrix.indices.astype(np.int64))
+        parts = [
+            found.indices[found.indptr[row] : found.indptr[row + 1]][-longest:] for row in rows
+        ]
+        return Histories.of(parts)
+
+    def write(self, path: Path, items: Any) -> None:
+        """Writes a Parquet file with a row for each click: the columns `user` and `item`."""
+        schema = pa.schema([("user", pa.string()), ("item", pa.string())])
+        with pq.ParquetWriter(path, schema) as file:
+            step = 100_000
+            for start in range(0, self.matrix.shape[0], step):
+                part = self.matrix[start : start + step].tocoo()
+                order = np.argsort(part.row, kind="stable")
+                users = self.users.take(pa.array(part.row[order] + start))
+                file.write_table(
+                    pa.table([users, items.take(pa.array(part.col[order]))], schema=schema)
+                )
+
+
+def _from_file(path: Path, what: str) -> tuple[Any, Any]:
+    """(ids if the file has them, rows)."""
+    try:
+        if path.suffix == ".npy":
+            return None, np.load(path, allow_pickle=False)
+        if path.suffix != ".parquet":
+            raise SourceError(f"{what} vectors {path}: a .npy or a .parquet file is read")
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise SourceError(f"{what} vectors: there is no file {path}") from None
+    except (OSError, ValueError, pa.ArrowInvalid) as error:
+        remedy = "; save numbers, not Python objects" if "pickle" in str(error).lower() else ""
+        raise SourceError(f"{what} vectors {path}: {error}{remedy}") from None
+    names = [each.name for each in table.schema if _is_list(each.type)]
+    others = [name for name in table.column_names if name not in names]
+    if len(names) != 1 or len(others) > 1:
+        raise SourceError(
+            f"{what} vectors {path} has {', '.join(table.column_names)}: it wants one of ids and one of "
+            "lists of numbers"
+        )
+    ids = table.column(others[0]) if others else None
+    return ids, table.column(names[0])
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _numbers(rows: Any, what: str) -> NDArray[np.float32]:
+    if isinstance(rows, pa.Array | pa.ChunkedArray):
+        widths = pc.list_value_length(rows).unique().to_pylist()
+        if len(widths) > 1 or None in widths:
+            raise SourceError(
+                f"{what} vectors have {widths} numbers: all rows need as many, and none may be missing"
+            )
+        flat = pc.list_flatten(rows).to_numpy()
+        rows = flat.reshape(len(rows), -1)
+    if hasattr(rows, "detach"):  # a tensor of torch
+        rows = rows.detach().cpu().numpy()
+    try:
+        found = np.asarray(rows)
+    except ValueError as error:
+        raise SourceError(f"{what} vectors: {error}; all rows need as many numbers") from None
+    if found.dtype == object or found.ndim != 2 or 0 in found.shape:
+        raise SourceError(
+            f"{what} vectors are a matrix of numbers, a row for each {what}, not {found.dtype} {list(found.shape)}"
+        )
+    if found.dtype == np.float16:
+        raise SourceError(
+            f"{what} vectors are float16, whose rounding lists would show: give the float32 that they were fitted in"
+        )
+    if not np.issubdtype(found.dtype, np.number) or np.iscomplexobj(found):
+        raise SourceError(f"{what} vectors are {found.dtype}: real numbers are needed")
+    finite = np.isfinite(found).all(axis=1)
+    if not finite.all():
+        bad = np.flatnonzero(~finite)
+        raise SourceError(
+            f"{len(bad):,} {what} vectors are not finite (NaN or infinite), the first in row {bad[0]:,}: was the model "
+            "fitted to its end? Leave these rows and their ids out",
+            row=int(bad[0]),
+        )
+    return np.ascontiguousarray(found, np.float32)

@@ -1,0 +1,102 @@
+"""From vectors of items, and of users if there are any, to a folder that a night reads."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.model.ranking import Metric
+from precompute.adapters.fold_in import choose, demand_taste, ridges
+from precompute.adapters.folder import Imported, write_folder
+from precompute.adapters.given import Clicks, Vectors, ids_of
+from precompute.adapters.report import Report
+from precompute.adapters.towers import Fold
+
+
+def from_vectors(
+    item_ids: Any,
+    item_vectors: Any,
+    user_ids: Any = None,
+    user_vectors: Any = None,
+    *,
+    to: str | Path,
+    clicks: Any = None,
+    metric: Metric = "inner_product",
+    seed: int = 0,
+) -> Report:
+    """Make a folder of vectors [items, dims] and [users, dims] (float32; or .npy or Parquet files), ids in their order.
+
+    `clicks`, a scipy matrix [users, items], its .npz file, or a Parquet or CSV file with the columns `user` and `item`,
+    is what users did. It is left out of their lists, and decides how a stranger's history becomes a vector: mean or
+    ridge against the items, by held-out recall@20. Without `user_vectors` its users are scored in this way, too. Raises
+    SourceError, naming what is wrong and the remedy; nothing is written then.
+    """
+    items = Vectors.of(item_ids, item_vectors, "item")
+    users = None if user_vectors is None else Vectors.of(user_ids, user_vectors, "user")
+    known = (
+        users.ids if users is not None else None if user_ids is None else ids_of(user_ids, "user")
+    )
+    found = None if clicks is None else Clicks.of(clicks, known, items.ids)
+    return import_vectors(Path(to), items, users, found, metric=metric, seed=seed)
+
+
+def import_vectors(
+    to: Path,
+    items: Vectors,
+    users: Vectors | None,
+    clicks: Clicks | None,
+    *,
+    folds: Sequence[Fold] = (),
+    metric: Metric = "inner_product",
+    model: str = "vectors",
+    cannot: Sequence[str] = (),
+    seed: int = 0,
+) -> Report:
+    """Make a folder of checked vectors and clicks; `folds` are tried instead of mean and ridges, if there are any."""
+    began, rng = time.perf_counter(), np.random.default_rng(seed)
+    if metric not in ("inner_product", "cosine"):
+        raise SourceError(f"metric is inner_product or cosine, not {metric!r}")
+    if users is not None and users.dims != items.dims:
+        raise SourceError(
+            f"users' vectors have {users.dims} numbers, items' {items.dims}: both are of one fitted model"
+        )
+    if users is not None and clicks is not None:
+        demand_taste(items.rows, users.rows, clicks, rng)
+    tried = folds or _folds(items.rows, None if users is None else users.rows, clicks, rng)
+    chosen = choose(tried, items.rows, clicks, metric, rng)
+    limits = list(cannot)
+    if users is None and clicks is None:
+        limits.append("answer anybody who sends no history: no user is known")
+    made = Imported(
+        model, items, chosen.tower, chosen.spec, metric, chosen.name, chosen.recalls, users, clicks, tuple(limits)
+    )  # fmt: skip
+    return write_folder(to, made, began)
+
+
+def _folds(
+    items: NDArray[np.float32],
+    users: NDArray[np.float32] | None,
+    clicks: Clicks | None,
+    rng: np.random.Generator,
+) -> list[Fold]:
+    """Mean and ridges, in the space that users and items share.
+
+    A column that is one number for every user (1) holds the items' biases: it is every stranger's, too. One that is one
+    number for every item holds the users' and ranks nothing.
+    """
+    rows, offset, target = items.copy(), np.zeros(items.shape[1], np.float32), 1.0
+    if users is not None:
+        biases = (users == users[0]).all(axis=0) & (users[0] != 0) & (len(users) > 1)
+        offset[biases] = users[0, biases]
+        rows[:, biases] = 0
+        rows[:, (items == items[0]).all(axis=0) & (len(items) > 1)] = 0
+        if clicks is not None and clicks.matrix.nnz:
+            pairs = clicks.matrix.tocoo()
+            some = rng.choice(pairs.nnz, min(pairs.nnz, 20_000), replace=False)
+            scores = np.einsum("ij,ij->i", users[pairs.row[some]], rows[pairs.col[some]])
+            target = max(float(np.median(scores)), 1e-6)
+    return ridges(rows, offset, target)
