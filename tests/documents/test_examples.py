@@ -16,7 +16,10 @@ from tests.documents.shell import Shell
 from tests.documents.test_blocks import RUN, place
 from tests.integration.program import started
 
-FROM_NOTHING = {"docs/tutorial/from-your-data.md"}
+FROM_NOTHING = {
+    "docs/tutorial/from-your-data.md",
+    *(f"docs/how-to/import/{each}.md" for each in ("vectors", "implicit")),
+}
 """Pages for whoever has nothing yet: an empty folder, no Redis, no settings."""
 
 EXAMPLES = [block for block in ALL if block.kind in RUN and not block.reason]
