@@ -41,7 +41,7 @@ artifacts = "artifacts"
 state = "state"
 
 [sources]
-interactions = ["clicks.parquet"]     # whose items are left out of a user's list; or your own files
+{clicks}
 {users}
 [tables.user_topk]
 kind = "user_topk"
@@ -95,7 +95,10 @@ def write_folder(to: Path, made: Imported, began: float) -> Report:
     _write_tables(to, made)
     if not (to / SETTINGS).exists():
         users = f'user_vectors = "{USERS}"\n' if made.users is not None else ""
-        write_atomically(to / SETTINGS, _SETTINGS.format(users=users).encode())
+        clicks = "# TO DO: files of what users did\ninteractions = []"
+        if made.clicks is not None:
+            clicks = f'interactions = ["{CLICKS}"]     # left out of their lists; or your own files'
+        write_atomically(to / SETTINGS, _SETTINGS.format(users=users, clicks=clicks).encode())
     report = Report(
         str(to), made.model, len(made.items.ids), 0 if made.users is None else len(made.users.ids),
         0 if made.clicks is None else int(made.clicks.matrix.nnz), made.items.dims, made.metric, made.fold_in,
@@ -125,17 +128,14 @@ def _write_bundle(folder: Path, made: Imported) -> Bundle:
 
 
 def _write_tables(to: Path, made: Imported) -> None:
-    """Clicks and users' vectors as Parquet; an empty table of clicks where there are none."""
+    """Clicks and users' vectors as Parquet; those of an earlier import are removed where there are none."""
     part = to / f".{secrets.token_hex(4)}.part"
     try:
-        if made.clicks is not None:
-            made.clicks.write(part, made.items.ids)
+        if made.clicks is None:
+            (to / CLICKS).unlink(missing_ok=True)
         else:
-            pq.write_table(
-                pa.table({"user": pa.array([], pa.string()), "item": pa.array([], pa.string())}),
-                part,
-            )
-        part.replace(to / CLICKS)
+            made.clicks.write(part, made.items.ids)
+            part.replace(to / CLICKS)
         if made.users is None:
             (to / USERS).unlink(missing_ok=True)
         else:

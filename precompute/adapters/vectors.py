@@ -69,8 +69,10 @@ def import_vectors(
     tried = folds or _folds(items.rows, None if users is None else users.rows, clicks, rng)
     chosen = choose(tried, items.rows, clicks, metric, rng)
     limits = list(cannot)
-    if users is None and clicks is None:
-        limits.append("answer anybody who sends no history: no user is known")
+    if clicks is None:
+        limits.append(
+            "have a night yet: name what users did in [sources] interactions of larder.toml"
+        )
     made = Imported(
         model, items, chosen.tower, chosen.spec, metric, chosen.name, chosen.recalls, users, clicks, tuple(limits)
     )  # fmt: skip

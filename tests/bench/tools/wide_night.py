@@ -86,9 +86,9 @@ def _user_tower(rows: np.ndarray, projection: np.ndarray) -> bytes:
         helper.make_node("Add", ["summed", "turned"], ["vector"], name="vector"),
     ]
     taste = helper.make_tensor_value_info("taste", TensorProto.FLOAT, ["rows", len(projection)])
-    inputs = [graphs._ints("history", ["rows", "length"]), taste]
+    inputs = [graphs.ints("history", ["rows", "length"]), taste]
     constants = {"table": padded, "axes": np.array([1], np.int64), "projection": projection}
-    return graphs._model(nodes, inputs, [graphs._floats("vector", DIMS)], constants)
+    return graphs.model_of(nodes, inputs, [graphs.floats("vector", DIMS)], constants)
 
 
 def config_of(folder: Path, redis_url: str) -> NightConfig:

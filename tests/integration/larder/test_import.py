@@ -1,0 +1,113 @@
+"""A fitted model of implicit, from its file to served answers: what the library itself recommends."""
+
+import json
+import uuid
+from pathlib import Path
+
+import httpx
+import implicit
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from threadpoolctl import threadpool_limits
+
+from cache.process.redis_server import RedisServer
+from tests.integration.larder.commands import larder, running
+
+USERS, ITEMS, TOP = 120, 90, 20
+
+
+@pytest.fixture(scope="module")
+def user_items() -> sp.csr_matrix:
+    """Clicks of users who like every third item best."""
+    taste = np.add.outer(np.arange(USERS), np.arange(ITEMS)) % 3 == 0
+    clicks = np.random.default_rng(5).random((USERS, ITEMS)) < np.where(taste, 0.4, 0.03)
+    return sp.csr_matrix(clicks.astype(np.float32))
+
+
+def test_what_is_served_is_what_the_library_recommends(
+    user_items: sp.csr_matrix, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    redis = {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
+    with threadpool_limits(1, "blas"):  # implicit warns of more
+        model = implicit.als.AlternatingLeastSquares(
+            factors=16, alpha=8.0, random_state=1, num_threads=1
+        )
+        model.fit(user_items, show_progress=False)
+    model.save(str(tmp_path / "als.npz"))
+    sp.save_npz(tmp_path / "user_items.npz", user_items)
+    (tmp_path / "items.txt").write_text("".join(f"item-{n}\n" for n in range(ITEMS)))
+    shop = tmp_path / "shop"
+
+    told = json.loads(
+        larder(
+            tmp_path, "import", "implicit", "als.npz", "--clicks", "user_items.npz",
+            "--item-ids", "items.txt", "--to", "shop", "--json",
+        )
+    )  # fmt: skip
+    settings = shop / "larder.toml"
+    settings.write_text(settings.read_text().replace("k = 100", 'k = 50\nprecision = "f4"'))
+    larder(shop, "check", environ=redis)
+    larder(shop, "night", "--quiet", environ=redis)
+
+    assert told["fold_in"] == "the model's own equations"
+    assert told["users"] == USERS and told["recalls"][told["fold_in"]] > 0.3
+    items, scores = model.recommend(np.arange(USERS), user_items, N=TOP)
+    with running(shop, "serve", "--port", "0", until="Larder serves on ", environ=redis) as url:
+        asked = {"k": TOP, "entities": [{"id": str(user)} for user in range(USERS)]}
+        answers = httpx.post(f"{url}/v1/lookup/user_topk", json=asked, timeout=30).json()["answers"]
+        history = [f"item-{item}" for item in user_items[0].indices]
+        new = {"k": TOP, "entities": [{"id": "new", "history": history}]}
+        (live,) = httpx.post(f"{url}/v1/lookup/user_topk", json=new, timeout=30).json()["answers"]
+
+    for user, answer in enumerate(answers):
+        assert answer["source"] in ("l1", "l2")
+        assert answer["items"] == [f"item-{item}" for item in items[user]]
+        assert np.allclose(answer["scores"], scores[user], rtol=1e-5, atol=1e-6)
+    # A stranger with the same history: the library's own fold-in, by the int8 model.
+    wanted = model.recommend(0, user_items[0], N=TOP, recalculate_user=True)
+    assert live["source"] == "live"
+    assert len({f"item-{item}" for item in wanted[0]} & set(live["items"])) >= TOP - 3
+    assert np.allclose(live["scores"][:5], wanted[1][:5], rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("vectors", "--items", "none.npy"), "there is no file none.npy"),
+        (("vectors", "--items", "pickled.npy"), "save numbers, not Python objects"),
+        (("implicit", "unfitted.npz", "--clicks", "clicks.npz"), "call fit"),
+        (("implicit", "pickled.pkl", "--clicks", "clicks.npz"), "`model.save` writes"),
+        (("implicit", "model.npz", "--clicks", "turned.npz"), "give its transpose"),
+    ],
+)
+def test_what_cannot_be_imported_is_told_in_one_line(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    np.save(tmp_path / "pickled.npy", np.array([object()]), allow_pickle=True)
+    np.savez(tmp_path / "unfitted.npz", regularization=0.1)
+    np.savez(tmp_path / "model.npz", user_factors=np.ones((3, 2)), item_factors=np.ones((4, 2)))
+    (tmp_path / "pickled.pkl").write_bytes(b"\x80\x04.")
+    sp.save_npz(tmp_path / "clicks.npz", sp.csr_matrix(np.ones((3, 4))))
+    sp.save_npz(tmp_path / "turned.npz", sp.csr_matrix(np.ones((4, 3))))
+
+    told = larder(tmp_path, "import", *words, "--to", "shop", code=2)
+
+    assert told.startswith("larder: ") and told.count("\n") == 1 and said in told
+    assert not (tmp_path / "shop").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    np.save(tmp_path / "items.npy", np.eye(4, dtype=np.float32))
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "notes.txt").write_text("mine")
+    words = ("import", "vectors", "--items", "items.npy", "--to", "shop")
+
+    assert "was not made by an import" in larder(tmp_path, *words, code=2)
+
+    assert [each.name for each in (tmp_path / "shop").iterdir()] == ["notes.txt"]
+    (tmp_path / "shop" / "notes.txt").unlink()
+    larder(tmp_path, *words)
+    (tmp_path / "shop" / "larder.toml").write_text("# changed\n")
+    larder(tmp_path, *words)
+    assert (tmp_path / "shop" / "larder.toml").read_text() == "# changed\n"
