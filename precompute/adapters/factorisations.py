@@ -107,7 +107,8 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
     name = type(model).__name__
     if not hasattr(model, "get_vectors"):
         raise SourceError(
-            f"RecTools' {name} has no get_vectors: EASE has weights for from_item_weights, others cannot be imported"
+            f"RecTools' {name} has no get_vectors: EASE is from_item_weights of model.weight.T, "
+            "others cannot be imported"
         )
     wants_dataset = bool(inspect.signature(model.get_vectors).parameters)
     users, items = _asked(
@@ -156,7 +157,7 @@ def _of_pair(
 
 
 def _asked(ask: Callable[[], Any], remedy: str) -> Any:
-    """What a model answers; its own errors, of whatever kind, become one line."""
+    """Answer of a model; its own errors, of whatever kind, become one line."""
     try:
         return ask()
     except Exception as error:

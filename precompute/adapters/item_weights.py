@@ -121,7 +121,7 @@ def _overlap(
     clicks: Clicks,
     seed: int,
 ) -> str:
-    """What the report says of lists by the cut weights beside the exact ones; nothing where nobody clicked."""
+    """Words for the report about lists by the cut weights beside the exact ones; none where nobody clicked."""
     some = clicks.sample(COMPARED, 1, np.random.default_rng(seed))
     if not len(some):
         return ""

@@ -259,7 +259,7 @@ class TestRecTools:
     @pytest.mark.parametrize(
         ("model", "said"),
         [
-            (SimpleNamespace(), "no get_vectors: EASE has weights for from_item_weights"),
+            (SimpleNamespace(), "no get_vectors: EASE is from_item_weights of model.weight.T"),
             (Wrapper(USERS, ITEMS, SimpleNamespace(name="COSINE")), "ranks by COSINE"),
             (WrapperOfDataset(USERS, ITEMS), "not fitted on this; call fit first"),
         ],
