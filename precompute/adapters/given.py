@@ -237,6 +237,10 @@ def _numbers(rows: Any, what: str) -> NDArray[np.float32]:
         )
     if not np.issubdtype(found.dtype, np.number) or np.iscomplexobj(found):
         raise SourceError(f"{what} vectors are {found.dtype}: real numbers are needed")
+    with np.errstate(
+        over="ignore"
+    ):  # what float32 cannot hold becomes infinite, and is refused as that
+        found = np.ascontiguousarray(found, np.float32)
     finite = np.isfinite(found).all(axis=1)
     if not finite.all():
         bad = np.flatnonzero(~finite)
@@ -245,4 +249,4 @@ def _numbers(rows: Any, what: str) -> NDArray[np.float32]:
             "fitted to its end? Leave these rows and their ids out",
             row=int(bad[0]),
         )
-    return np.ascontiguousarray(found, np.float32)
+    return found

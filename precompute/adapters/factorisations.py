@@ -1,0 +1,165 @@
+"""Models whose scores are products of vectors: LightFM, scikit-learn's TruncatedSVD and NMF, RecTools' vector models.
+
+The fitted objects' attributes and methods are used; no library is imported here.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from cache.errors import SourceError
+from precompute.adapters.given import Clicks, Vectors, ids_of
+from precompute.adapters.implicit_models import from_implicit
+from precompute.adapters.report import Report
+from precompute.adapters.towers import Fold
+from precompute.adapters.vectors import import_vectors
+
+_NEW_ITEMS = "take in an item that it was not fitted on: it has no vector"
+_FEATURES = "use features of a user or item live: they are in the vectors, as of this import"
+
+
+def from_lightfm(
+    model: Any,
+    interactions: Any,
+    *,
+    to: str | Path,
+    user_ids: Any = None,
+    item_ids: Any = None,
+    user_features: Any = None,
+    item_features: Any = None,
+    seed: int = 0,
+) -> Report:
+    """Make a folder of a fitted LightFM model, its interactions [users, items], and the features that it was fitted on.
+
+    Ids are in the order of the interactions' rows and columns (default: their numbers). Known users are scored as
+    `predict` does, biases included: an item is [embedding, bias, 1], a user [embedding, 1, bias]. A stranger's history
+    becomes a vector by mean or ridge, by held-out recall@20. Raises SourceError for a model that was not fitted, or
+    features that are not the model's.
+    """
+    remedy = "call fit first, and give the features that it was fitted on"
+    user_bias, user_rows = _asked(lambda: model.get_user_representations(user_features), remedy)
+    item_bias, item_rows = _asked(lambda: model.get_item_representations(item_features), remedy)
+    users = np.column_stack([user_rows, np.ones(len(user_rows), np.float32), user_bias])
+    items = np.column_stack([item_rows, item_bias, np.ones(len(item_rows), np.float32)])
+    return _of_pair(
+        to, "LightFM", users, items, interactions, (user_ids, item_ids), [_NEW_ITEMS, _FEATURES], seed
+    )  # fmt: skip
+
+
+def from_sklearn(
+    model: Any,
+    user_items: Any,
+    *,
+    to: str | Path,
+    user_ids: Any = None,
+    item_ids: Any = None,
+    user_vectors: Any = None,
+    seed: int = 0,
+) -> Report:
+    """Make a folder of scikit-learn's TruncatedSVD or NMF and the scipy matrix [users, items] that it was fitted on.
+
+    Known users are scored as `inverse_transform(transform(user_items))` does. With TruncatedSVD a stranger's vector is
+    exact, the sum of the history's columns of `components_`; with NMF it is their mean or a ridge, by held-out
+    recall@20. `user_vectors` is what `fit_transform` returned, if it is at hand. Raises SourceError for a model that
+    was not fitted, or is neither.
+    """
+    if getattr(model, "components_", None) is None:
+        raise SourceError("the model has no components_: call fit before it is imported")
+    is_svd = hasattr(model, "singular_values_") and not hasattr(model, "mean_")
+    if not is_svd and not hasattr(model, "reconstruction_err_"):
+        raise SourceError(
+            f"{type(model).__name__} is neither TruncatedSVD nor NMF: give the vectors of both sides to from_vectors"
+        )
+    items = Vectors.of(item_ids, np.transpose(model.components_), "item")
+    known = None if user_ids is None else ids_of(user_ids, "user")
+    clicks = Clicks.of(user_items, known, items.ids)
+    if user_vectors is None:
+        # What was given, not the clicks: those leave weights below 0 out, which the model saw.
+        weights = user_items if sp.issparse(user_items) else clicks.matrix
+        user_vectors = _asked(lambda: model.transform(weights), "give what it was fitted on")
+    users = Vectors.of(clicks.users, user_vectors, "user")
+    folds, limits, data = [], [_NEW_ITEMS], clicks.matrix.data
+    if is_svd:
+        usual = float(np.median(data)) if len(data) else 1.0
+        rows = items.rows * np.float32(usual)
+        folds.append(Fold("the model's own projection", rows, 0.0, None, np.zeros_like(rows[0])))
+        if len(data) and data.min() != data.max():
+            limits.append(
+                f"weigh the clicks of a stranger's history: each counts {usual:g}, the median"
+            )
+    name = f"scikit-learn {type(model).__name__}"
+    return import_vectors(
+        Path(to), items, users, clicks, folds=folds, model=name, cannot=limits, seed=seed
+    )
+
+
+def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) -> Report:
+    """Make a folder of a fitted RecTools model that has vectors (ALS, BPR, LightFM, PureSVD, DSSM) and its Dataset.
+
+    Ids are the dataset's external ones. ALS without features folds a stranger's history in as `from_implicit` does; the
+    others by mean or ridge, by held-out recall@20. DSSM ranks by Euclidean distance: its items become
+    [vector, -length squared / 2], which an inner product ranks in the same order. Raises SourceError for other models.
+    """
+    name = type(model).__name__
+    if not hasattr(model, "get_vectors"):
+        raise SourceError(
+            f"RecTools' {name} has no get_vectors: EASE is from_item_weights of model.weight.T, "
+            "others cannot be imported"
+        )
+    wants_dataset = bool(inspect.signature(model.get_vectors).parameters)
+    users, items = _asked(
+        lambda: model.get_vectors(dataset) if wants_dataset else model.get_vectors(),
+        "call fit first, and give the dataset that it was fitted on",
+    )
+    clicks = dataset.get_user_item_matrix(include_weights=True)
+    clicks.resize(len(users), len(items))  # who never clicked has a row at the end, or no vector
+    # What was not in any interaction comes last in both, and some models have no vectors of it.
+    ids = tuple(
+        each.external_ids[: len(rows)]
+        for each, rows in ((dataset.user_id_map, users), (dataset.item_id_map, items))
+    )
+    inner = getattr(model, "model", None)
+    has_features = dataset.user_features is not None or dataset.item_features is not None
+    if getattr(inner, "alpha", None) is not None and not has_features:
+        return from_implicit(inner, clicks, to=to, user_ids=ids[0], item_ids=ids[1], seed=seed)
+    limits = [_NEW_ITEMS, *([_FEATURES] if has_features else [])]
+    distance = getattr(getattr(model, "u2i_dist", None), "name", "DOT")
+    if distance == "EUCLIDEAN":
+        items = np.asarray(items)
+        users = np.column_stack([users, np.ones(len(users), np.float32)])
+        items = np.column_stack([items, np.square(items, dtype=np.float64).sum(axis=1) / -2])
+        limits.append("score by distance: a score orders a user's items and says nothing else")
+    elif distance != "DOT":
+        raise SourceError(f"{name} ranks by {distance}: give its vectors to from_vectors")
+    return _of_pair(to, f"RecTools {name}", users, items, clicks, ids, limits, seed)
+
+
+def _of_pair(
+    to: str | Path,
+    name: str,
+    users: Any,
+    items: Any,
+    user_items: Any,
+    ids: tuple[Any, ...],
+    limits: list[str],
+    seed: int,
+) -> Report:
+    """Both sides' vectors, checked, and the folder of them; `ids` of users and of items."""
+    of_users, of_items = Vectors.of(ids[0], users, "user"), Vectors.of(ids[1], items, "item")
+    clicks = Clicks.of(user_items, of_users.ids, of_items.ids)
+    return import_vectors(
+        Path(to), of_items, of_users, clicks, model=name, cannot=limits, seed=seed
+    )  # fmt: skip
+
+
+def _asked(ask: Callable[[], Any], remedy: str) -> Any:
+    """Answer of a model; its own errors, of whatever kind, become one line."""
+    try:
+        return ask()
+    except Exception as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise SourceError(f"the model says: {said}; {remedy}") from error

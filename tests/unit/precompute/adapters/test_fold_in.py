@@ -1,0 +1,178 @@
+"""Folds of histories: the exact vector, the tower that is served, and the choice between candidates."""
+
+import numpy as np
+import onnxruntime
+import pytest
+import scipy.sparse as sp
+
+from cache.errors import SourceError
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import InputSpec, TowerSpec
+from precompute.adapters.fold_in import HISTORY_MAX, choose, demand_taste, enough_steps, ridges, run
+from precompute.adapters.given import Clicks, ids_of
+from precompute.adapters.implicit_models import _als
+from precompute.adapters.towers import Fold
+from tests.unit.precompute.adapters.written import taste_clicks
+
+COUNT, DIMS = 1500, 12
+RNG = np.random.default_rng(7)
+ITEMS = RNG.normal(0, 0.3, (COUNT, DIMS)).astype(np.float32)
+ZERO = np.zeros(DIMS, np.float32)
+REGULARIZATION, CONFIDENCE = 0.5, 6.0
+LENGTHS = (1, 2, 50, 1024)
+HISTORIES = Histories.of([np.sort(RNG.choice(COUNT, each, replace=False)) for each in LENGTHS])
+SPEC = TowerSpec(
+    (InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=COUNT),), "vector", DIMS
+)
+FOLDS = {
+    "ALS": _als(ITEMS, REGULARIZATION, CONFIDENCE),
+    **{each.name: each for each in ridges(ITEMS, ZERO + 0.25, 1.5)},
+    "sum": Fold("sum", ITEMS, 0.0, None, ZERO),
+    "turned sum": Fold("turned", ITEMS, 0.0, np.diag(np.arange(DIMS)).astype("f4"), ZERO),
+}
+
+
+def rows_of(histories):
+    return np.split(histories.indices, histories.indptr[1:-1])
+
+
+def hu(history):
+    """The vector of Hu, Koren and Volinsky: (Y'Y + (c - 1) Z'Z + reg I) u = c Z'1, every item with its confidence."""
+    wide = ITEMS.astype(np.float64)
+    confidences = np.ones(COUNT)
+    confidences[history] = CONFIDENCE
+    wanted = np.zeros(COUNT)
+    wanted[history] = 1
+    square = wide.T @ (confidences[:, None] * wide) + REGULARIZATION * np.eye(DIMS)
+    return np.linalg.solve(square, wide.T @ (confidences * wanted))
+
+
+@pytest.mark.parametrize("history", rows_of(HISTORIES), ids=LENGTHS)
+def test_als_is_its_papers_equations(history):
+    np.testing.assert_allclose(FOLDS["ALS"].exact(history), hu(history), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("history", rows_of(HISTORIES), ids=LENGTHS)
+def test_a_ridge_is_least_squares(history):
+    rows = ITEMS.astype(np.float64)
+    size = np.square(rows).sum(axis=1).mean()
+    some = rows[history]
+    for fold, factor in zip(ridges(ITEMS, ZERO, 1.5)[1:], (0.1, 1.0, 10.0), strict=True):
+        square = factor * size * np.eye(DIMS) + some.T @ some
+        vector = np.linalg.solve(square, 1.5 * some.sum(axis=0))
+        np.testing.assert_allclose(fold.exact(history), vector, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
+def test_the_tower_gives_the_exact_vectors(fold):
+    steps, tower = enough_steps(fold, SPEC, HISTORIES)
+
+    found = run(tower, SPEC, HISTORIES)
+
+    for vector, history in zip(found, rows_of(HISTORIES), strict=True):
+        exact = fold.exact(history)
+        assert np.abs(vector - exact).max() <= 1e-5 * max(1.0, np.abs(exact).max()), steps
+
+
+@pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
+def test_a_rows_bytes_do_not_depend_on_the_rows_beside_it(fold):
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate([LENGTHS, rng.integers(0, 200, 60)])
+    many = Histories.of([rng.choice(COUNT, each, replace=False) for each in lengths])
+    tower = fold.tower(8 if fold.strength else 1)
+
+    together = run(tower, SPEC, many)
+
+    for row in (*range(8), 63):
+        alone = run(tower, SPEC, many.take(np.array([row])))
+        assert alone.tobytes() == together[row].tobytes()
+
+
+@pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
+def test_padding_of_any_length_has_no_influence(fold):
+    session = onnxruntime.InferenceSession(
+        fold.tower(8 if fold.strength else 1), providers=["CPUExecutionProvider"]
+    )
+    history = rows_of(HISTORIES)[2]
+    exact = fold.exact(history)
+
+    for padding in (0, 1, 14, 500):
+        padded = np.concatenate([history, np.full(padding, COUNT)]).astype(np.int32)[None]
+        vector = session.run(["vector"], {"history": padded})[0][0]
+        # Longer rows are summed in another order: the last bits are theirs.
+        plain = session.run(["vector"], {"history": history.astype(np.int32)[None]})[0][0]
+        assert np.abs(vector - plain).max() <= 2e-6 * max(1.0, np.abs(exact).max())
+
+
+@pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
+def test_nothing_becomes_the_offset(fold):
+    empty = Histories.of([(), ()])
+
+    found = run(fold.tower(4 if fold.strength else 1), SPEC, empty)
+
+    assert np.array_equal(found, np.stack([fold.offset, fold.offset]))
+    assert np.array_equal(fold.exact(np.empty(0, np.int64)), fold.offset)
+
+
+def test_history_longer_than_the_longest_is_its_end(tmp_path):
+    fold = FOLDS["sum"]
+    history = np.random.default_rng(0).permutation(COUNT)
+    (tmp_path / "tower.onnx").write_bytes(fold.tower(1))
+
+    found = Tower.open(tmp_path / "tower.onnx", SPEC).run({"history": Histories.of([history])})
+
+    np.testing.assert_allclose(found[0], fold.exact(history[-HISTORY_MAX:]), atol=1e-4)
+
+
+CLICKS = Clicks.of(taste_clicks(), ids_of(range(120), "user"), ids_of(range(80), "item"))
+TASTE = (np.arange(80)[:, None] % 4 == np.arange(4)).astype(np.float32)
+"""Vectors of items that say to which group each belongs."""
+NONE = np.zeros(4, np.float32)
+
+
+def planted():
+    """A fold that knows the groups, and one that mistakes each for the next."""
+    good = Fold("good", TASTE, 0.0, None, NONE, is_mean=True)
+    return good, Fold("bad", np.roll(TASTE, 1, axis=1), 0.0, None, NONE, is_mean=True)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_better_candidate_is_chosen_wherever_it_stands(turned):
+    folds = planted()[:: -1 if turned else 1]
+
+    found = choose(folds, TASTE, CLICKS, "inner_product", np.random.default_rng(0))
+
+    assert found.name == "good" and found.recalls["good"] > 2 * found.recalls["bad"]
+
+
+def test_the_first_of_equals_is_chosen():
+    good = planted()[0]
+    twin = Fold("twin", TASTE, 0.0, None, NONE, is_mean=True)
+
+    found = choose([good, twin], TASTE, CLICKS, "inner_product", np.random.default_rng(0))
+
+    assert found.name == "good" and found.recalls["good"] == found.recalls["twin"]
+
+
+def test_without_histories_the_first_is_chosen_and_nothing_claimed():
+    short = CLICKS.matrix.copy()
+    short.data[:] = 0
+    none = Clicks.of(sp.csr_matrix(short), CLICKS.users, ids_of(range(80), "item"))
+
+    for clicks in (None, none):
+        found = choose(planted()[::-1], TASTE, clicks, "inner_product", np.random.default_rng(0))
+        assert found.name == "bad" and not found.recalls
+
+
+def test_the_choice_is_the_same_every_time():
+    twice = [choose(planted(), TASTE, CLICKS, "cosine", np.random.default_rng(3)) for _ in range(2)]
+
+    assert twice[0] == twice[1]
+
+
+def test_users_that_like_what_they_clicked_pass_and_mixed_ones_do_not():
+    users = CLICKS.matrix.toarray() @ TASTE
+    demand_taste(TASTE, users, CLICKS, np.random.default_rng(0))
+
+    with pytest.raises(SourceError, match="as by chance"):
+        demand_taste(TASTE, np.roll(users, 1, axis=0), CLICKS, np.random.default_rng(0))

@@ -1,0 +1,258 @@
+"""Wrong ids, vectors and clicks: each ends in one line that names the remedy, and nothing is written."""
+
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import scipy.sparse as sp
+
+from cache.errors import SourceError
+from precompute.adapters.given import Clicks, Vectors, ids_of
+from precompute.adapters.vectors import from_vectors
+from tests.unit.precompute.adapters.written import taste_clicks
+
+CLICKS = taste_clicks()
+LEFT, VALUES, RIGHT = np.linalg.svd(CLICKS.toarray(), full_matrices=False)
+USERS = (LEFT[:, :6] * VALUES[:6]).astype(np.float32)
+ITEMS = np.ascontiguousarray(RIGHT[:6].T)
+
+
+def with_value(value, row=3):
+    """Items' vectors with this number in a row."""
+    rows = ITEMS.copy()
+    rows[row, 2] = value
+    return rows
+
+
+def saved(path, rows):
+    np.save(path, rows, allow_pickle=True)
+    return path
+
+
+def parquet(path, **columns):
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+WRONG = {
+    "NaN": (with_value(np.nan), r"1 item vectors are not finite .* row 3: .*Leave these rows"),
+    "infinite": (with_value(-np.inf), "not finite"),
+    "float64 beyond float32": (ITEMS.astype("f8") * 1e39, "not finite"),
+    "float16": (ITEMS.astype(np.float16), "are float16, .*: give the float32"),
+    "integers of one column": (np.arange(80), r"a row for each item, not int64 \[80\]"),
+    "texts": (np.full((80, 6), "1.0"), "real numbers are needed"),
+    "complex": (ITEMS.astype(np.complex64), "real numbers are needed"),
+    "objects": (np.full((80, 6), None), "a matrix of numbers"),
+    "ragged lists": ([[1.0, 2.0], [1.0]], "all rows need as many numbers"),
+    "empty": (np.empty((0, 6), np.float32), r"not float32 \[0, 6\]"),
+    "no dimensions": (np.empty((80, 0), np.float32), "a matrix of numbers"),
+}
+
+
+@pytest.mark.parametrize(("rows", "said"), WRONG.values(), ids=WRONG)
+def test_wrong_vectors(rows, said):
+    with pytest.raises(SourceError, match=said) as error:
+        Vectors.of(None, rows, "item")
+
+    assert "\n" not in error.value.message
+
+
+IDS = {
+    "twice": (["a", "b", "a"], "id 'a' is there twice, the second time in row 2: keep one"),
+    "twice as text and number": (["7", "8", "7"], "'7' is there twice"),
+    "of two kinds": (["a", 1], "texts or integers, all of one kind"),
+    "numbers with a point": ([1.5, 2.5], "'item' is double; ids are strings or integers"),
+    "missing": (["a", None], "item ids: .*row 1"),
+    "an empty text": (["a", ""], "item ids: .*row 1"),
+    "too long": (["a", "b" * 257], "item ids: .*row 1"),
+    "none": ([], "there is no item: give at least one"),
+    "one number": (7, "texts or integers"),
+}
+
+
+@pytest.mark.parametrize(("ids", "said"), IDS.values(), ids=IDS)
+def test_wrong_ids(ids, said):
+    with pytest.raises(SourceError, match=said) as error:
+        ids_of(ids, "item")
+
+    assert "\n" not in error.value.message
+
+
+def test_ids_of_a_file(tmp_path):
+    (tmp_path / "ids").write_text("a\nb\n", encoding="utf-8")
+
+    assert ids_of(tmp_path / "ids", "item").to_pylist() == ["a", "b"]
+    (tmp_path / "ids").write_bytes(b"\xff\xfe")
+    with pytest.raises(SourceError, match="one id a line, in UTF-8"):
+        ids_of(tmp_path / "ids", "item")
+    with pytest.raises(SourceError, match="one id a line, in UTF-8"):
+        ids_of(tmp_path / "none", "item")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [range(3), np.arange(3), np.arange(3).astype("i4"), ["0", "1", "2"], pa.array([0, 1, 2])],
+)
+def test_ids_of_every_kind_are_texts(ids):
+    assert ids_of(ids, "item").to_pylist() == ["0", "1", "2"]
+
+
+def test_ids_of_another_number_than_rows():
+    with pytest.raises(SourceError, match="79 item ids, but 80 item vectors: give one id for each"):
+        Vectors.of(range(79), ITEMS, "item")
+
+
+@pytest.mark.parametrize(
+    "rows", [ITEMS, ITEMS.astype("f8"), ITEMS.tolist(), np.asfortranarray(ITEMS)]
+)
+def test_vectors_of_every_kind_are_the_same(rows):
+    found = Vectors.of(None, rows, "item")
+
+    assert np.array_equal(found.rows, ITEMS) and found.rows.dtype == np.float32
+
+
+class TestFiles:
+    def test_pickled_ones_are_not_read(self, tmp_path):
+        path = saved(tmp_path / "items.npy", np.array([{"a": 1}], dtype=object))
+
+        with pytest.raises(SourceError, match="save numbers, not Python objects"):
+            Vectors.of(None, path, "item")
+
+    def test_one_that_is_not_there(self, tmp_path):
+        for name in ("items.npy", "items.parquet"):
+            with pytest.raises(SourceError, match=r"item vectors: there is no file .*items"):
+                Vectors.of(None, tmp_path / name, "item")
+
+    def test_one_of_another_kind(self, tmp_path):
+        with pytest.raises(SourceError, match=r"a \.npy or a \.parquet file is read"):
+            Vectors.of(None, tmp_path / "items.csv", "item")
+
+    @pytest.mark.parametrize("name", ["items.npy", "items.parquet"])
+    def test_one_that_is_cut_short(self, tmp_path, name):
+        saved(tmp_path / "items.npy", ITEMS)
+        parquet(tmp_path / "items.parquet", vector=ITEMS.tolist())
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:100])
+
+        with pytest.raises(SourceError, match=re.escape(str(path))) as error:
+            Vectors.of(None, path, "item")
+
+        assert "\n" not in error.value.message
+
+    def test_lists_of_several_lengths(self, tmp_path):
+        path = parquet(tmp_path / "items.parquet", id=["a", "b"], vector=[[1.0, 2.0], [1.0]])
+
+        with pytest.raises(SourceError, match="all rows need as many, and none may be missing"):
+            Vectors.of(None, path, "item")
+
+    @pytest.mark.parametrize("gone", [None, [1.0, None]])
+    def test_a_missing_vector_or_number(self, tmp_path, gone):
+        path = parquet(tmp_path / "items.parquet", id=["a", "b"], vector=[[1.0, 2.0], gone])
+
+        with pytest.raises(SourceError, match=r"missing|not finite"):
+            Vectors.of(None, path, "item")
+
+    def test_columns_that_do_not_say_which_is_which(self, tmp_path):
+        path = parquet(tmp_path / "items.parquet", a=[1], b=[2], vector=[[1.0]])
+
+        with pytest.raises(SourceError, match="has a, b, vector: it wants one of ids and one of"):
+            Vectors.of(None, path, "item")
+
+    def test_what_is_right_is_read(self, tmp_path):
+        names = [f"i{n}" for n in range(80)]
+        path = parquet(tmp_path / "items.parquet", id=names, vector=ITEMS.tolist())
+
+        assert Vectors.of(None, path, "item").ids.to_pylist() == names
+        assert np.array_equal(Vectors.of(None, path, "item").rows, ITEMS)
+        assert Vectors.of(range(80), path, "item").ids[79].as_py() == "79"
+        npy = saved(tmp_path / "items.npy", ITEMS)
+        assert np.array_equal(Vectors.of(None, str(npy), "item").rows, ITEMS)
+
+
+class TestClicks:
+    USERS = ids_of(range(120), "user")
+    ITEMS = ids_of(range(80), "item")
+
+    def test_transposed_ones(self):
+        with pytest.raises(
+            SourceError, match=r"80 by 120, .*it is items by users, give its transpos"
+        ):
+            Clicks.of(CLICKS.T, self.USERS, self.ITEMS)
+
+    @pytest.mark.parametrize("given", [CLICKS.toarray(), [[1]], None])
+    def test_what_is_no_sparse_matrix(self, given):
+        with pytest.raises(SourceError, match="clicks are a scipy sparse matrix, users by items"):
+            Clicks.of(given, self.USERS, self.ITEMS)
+
+    def test_weights_that_are_not_finite(self):
+        bad = CLICKS.copy()
+        bad.data[0] = np.nan
+
+        with pytest.raises(SourceError, match="no finite numbers: leave those out"):
+            Clicks.of(bad, self.USERS, self.ITEMS)
+
+    def test_dislikes_and_zeros_are_left_out_and_the_callers_matrix_is_as_it_was(self):
+        given = CLICKS.copy()
+        given.data[:3] = -1, 0, 5
+
+        found = Clicks.of(given, self.USERS, self.ITEMS)
+
+        assert found.matrix.nnz == CLICKS.nnz - 2 and found.matrix.data.max() == 5
+        assert given.data[:3].tolist() == [-1, 0, 5]
+
+    def test_pairs_that_come_twice_are_added(self):
+        twice = sp.coo_matrix((np.ones(2), ([0, 0], [1, 1])), (120, 80))
+
+        assert Clicks.of(twice, self.USERS, self.ITEMS).matrix[0, 1] == 2
+
+    def test_a_file_that_scipy_did_not_write(self, tmp_path):
+        np.savez(tmp_path / "clicks.npz", a=np.zeros(3))
+
+        with pytest.raises(SourceError, match=r"write it with scipy.sparse.save_npz"):
+            Clicks.of(tmp_path / "clicks.npz", self.USERS, self.ITEMS)
+        with pytest.raises(SourceError, match=r"write it with scipy.sparse.save_npz"):
+            Clicks.of(tmp_path / "none.npz", self.USERS, self.ITEMS)
+
+    def test_a_table_of_others(self, tmp_path):
+        path = parquet(tmp_path / "clicks.parquet", user=["x", "y"], item=["x", "y"])
+
+        with pytest.raises(SourceError, match="not one click is of a known user on a known item"):
+            Clicks.of(path, self.USERS, self.ITEMS)
+
+    def test_a_table_is_the_same_as_its_matrix(self, tmp_path):
+        Clicks.of(CLICKS, self.USERS, self.ITEMS).write(tmp_path / "clicks.parquet", self.ITEMS)
+
+        found = Clicks.of(tmp_path / "clicks.parquet", self.USERS, self.ITEMS)
+
+        assert (found.matrix != CLICKS).nnz == 0
+
+
+class TestTogether:
+    def test_vectors_of_several_widths(self, tmp_path):
+        with pytest.raises(
+            SourceError, match="users' vectors have 5 numbers, items' 6: both are of"
+        ):
+            from_vectors(None, ITEMS, None, USERS[:, :5], to=tmp_path / "out", clicks=CLICKS)
+
+        assert not (tmp_path / "out").exists()
+
+    def test_ids_in_another_order_than_the_clicks(self, tmp_path):
+        mixed = np.random.default_rng(0).permutation(120)
+
+        with pytest.raises(
+            SourceError, match="as by chance: are all ids in the order of their rows"
+        ):
+            from_vectors(None, ITEMS, None, USERS[mixed], to=tmp_path / "out", clicks=CLICKS)
+
+        assert not (tmp_path / "out").exists()
+
+    def test_an_unknown_metric(self, tmp_path):
+        with pytest.raises(SourceError, match="metric is inner_product or cosine, not 'l2'"):
+            from_vectors(None, ITEMS, to=tmp_path / "out", metric="l2")  # type: ignore[arg-type]
+
+    def test_what_belongs_together_is_written(self, tmp_path):
+        report = from_vectors(None, ITEMS, None, USERS, to=tmp_path / "out", clicks=CLICKS)
+
+        assert (report.users, report.items, report.clicks) == (120, 80, CLICKS.nnz)
