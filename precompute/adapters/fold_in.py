@@ -101,6 +101,22 @@ def choose(
     return Chosen(name, tower, spec, steps, recalls)
 
 
+def recall_of(
+    tower: bytes,
+    spec: TowerSpec,
+    items: NDArray[np.float32],
+    clicks: Clicks | None,
+    metric: Metric,
+    rng: np.random.Generator,
+) -> float | None:
+    """Recall@20 of a tower of histories alone, as `choose` takes it of its candidates; None without histories."""
+    rows = np.empty(0, np.int64) if clicks is None else clicks.sample(USERS_MAX, LEAST, rng)
+    if not len(rows):
+        return None
+    kept, held = _cut(clicks, rows, rng)
+    return recall(run(tower, spec, kept), items, kept, held, metric)
+
+
 def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int, bytes]:
     """The fewest steps whose vectors are within TOLERANCE of the exact ones, or no step more makes them better."""
     if not fold.strength:
@@ -127,7 +143,7 @@ def run(tower: bytes, spec: TowerSpec, histories: Histories) -> NDArray[np.float
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tower.onnx"
         path.write_bytes(tower)
-        return Tower.open(path, spec).run({"history": histories})
+        return Tower.open(path, spec).run({spec.inputs[0].name: histories})
 
 
 def recall(
@@ -166,8 +182,8 @@ def _cut(
         return Histories.of([]), Histories.of([])
     kept, held = [], []
     for history in _rows(clicks.histories(rows, HISTORY_MAX)):
-        mixed = rng.permutation(history)
+        mixed = rng.permutation(len(history))
         out = max(1, len(mixed) // 5)
-        held.append(mixed[:out])
-        kept.append(np.sort(mixed[out:]))
+        held.append(history[mixed[:out]])
+        kept.append(history[np.sort(mixed[out:])])
     return Histories.of(kept), Histories.of(held)

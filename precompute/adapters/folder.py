@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,11 @@ metric = "cosine"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imported:
-    """Model ready to be written: its towers (`user_tower` as ONNX), and vectors and clicks of known users, if any."""
+    """Model ready to be written: its towers (`user_tower` as ONNX), and vectors and clicks of known users, if any.
+
+    `item_tower` is a table of the items' vectors, if none is given. `features` are Arrow tables by the name of their
+    setting (`user_features`, `item_features`).
+    """
 
     model: str
     items: Vectors
@@ -74,6 +78,8 @@ class Imported:
     users: Vectors | None
     clicks: Clicks | None
     cannot: tuple[str, ...]
+    item_tower: ModelFile | None = None
+    features: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_folder(to: Path, made: Imported, began: float) -> Report:
@@ -95,6 +101,7 @@ def write_folder(to: Path, made: Imported, began: float) -> Report:
     _write_tables(to, made)
     if not (to / SETTINGS).exists():
         users = f'user_vectors = "{USERS}"\n' if made.users is not None else ""
+        users += "".join(f'{name} = "{name}.parquet"\n' for name in made.features)
         write_atomically(to / SETTINGS, _SETTINGS.format(users=users).encode())
     report = Report(
         str(to), made.model, len(made.items.ids), 0 if made.users is None else len(made.users.ids),
@@ -115,7 +122,8 @@ def _write_bundle(folder: Path, made: Imported) -> Bundle:
         item_ids=made.items.ids,
         metric=made.metric,
         user_tower=ModelFile(made.user_tower, spec),
-        item_tower=ModelFile(
+        item_tower=made.item_tower
+        or ModelFile(
             item_tower(made.items.rows),
             TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", dims),
             entity="item",
@@ -144,6 +152,9 @@ def _write_tables(to: Path, made: Imported) -> None:
             )
             pq.write_table(pa.table({"user": made.users.ids, "vector": rows}), part)
             part.replace(to / USERS)
+        for name, table in made.features.items():
+            pq.write_table(table, part)
+            part.replace(to / f"{name}.parquet")
     finally:
         part.unlink(missing_ok=True)
 

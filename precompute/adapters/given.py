@@ -90,7 +90,10 @@ def ids_of(ids: Any, what: str) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clicks:
-    """Clicks of users on items, by the rows of both: a CSR matrix [users, items] of weights above 0."""
+    """Clicks of users on items, by the rows of both: a CSR matrix [users, items] of weights above 0.
+
+    Those that were read from a table with times are in their order within a row.
+    """
 
     matrix: sp.csr_matrix
     users: Any
@@ -134,12 +137,18 @@ class Clicks:
     @classmethod
     def _read(cls, path: Path, users: Any, items: Any) -> Self:
         """Clicks of a table, as a night reads it; those of users and items that are not known are left out."""
-        columns, numbered, rows = Vocabulary.of(pa.chunked_array([items])), Numbered(), []
+        columns, numbered, rows, times = (
+            Vocabulary.of(pa.chunked_array([items])),
+            Numbered(),
+            [],
+            [],
+        )
         assert columns is not None  # noqa: S101 - ids were checked
         for batch in read_interactions(Sources(interactions=(str(path),)), Path.cwd()):
             numbered.add(batch.users)
             rows.append(columns.places(batch.items.names)[batch.items.codes])
-        row, column = numbered.codes(), np.concatenate(rows)
+            times.append(batch.times)
+        row, column, time = numbered.codes(), np.concatenate(rows), np.concatenate(times)
         names = numbered.names.cast(pa.string())
         if users is not None:
             known = Vocabulary.of(pa.chunked_array([users]))
@@ -150,9 +159,12 @@ class Clicks:
             raise SourceError(
                 f"{path}: not one click is of a known user on a known item; are the ids the same?"
             )
-        ones = np.ones(int(kept.sum()), np.float32)
-        found = sp.csr_matrix((ones, (row[kept], column[kept])), (len(names), len(items)))
-        found.data[:] = 1
+        order = np.flatnonzero(kept)[np.lexsort((time[kept], row[kept]))][::-1]
+        pairs = row[order] * len(items) + column[order]
+        latest = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
+        indptr = np.searchsorted(row[latest], np.arange(len(names) + 1))
+        ones = np.ones(len(latest), np.float32)
+        found = sp.csr_matrix((ones, column[latest], indptr), (len(names), len(items)))
         return cls(found, names)
 
     def sample(self, most: int, least: int, rng: np.random.Generator) -> NDArray[np.int64]:

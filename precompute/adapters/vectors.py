@@ -1,7 +1,7 @@
 """From vectors of items, and of users if there are any, to a folder that a night reads."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from precompute.adapters.folder import Imported, write_folder
 from precompute.adapters.given import Clicks, Vectors, ids_of
 from precompute.adapters.report import Report
 from precompute.adapters.towers import Fold
+from precompute.bundles.bundle_writer import ModelFile
 
 
 def from_vectors(
@@ -55,8 +56,13 @@ def import_vectors(
     model: str = "vectors",
     cannot: Sequence[str] = (),
     seed: int = 0,
+    item_tower: ModelFile | None = None,
+    features: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Make a folder of checked vectors and clicks; `folds` are tried instead of mean and ridges, if there are any."""
+    """Make a folder of checked vectors and clicks; `folds` are tried instead of mean and ridges, if there are any.
+
+    `item_tower` is what gave the items' vectors, if it takes more than their index; `features` go beside it.
+    """
     began, rng = time.perf_counter(), np.random.default_rng(seed)
     if metric not in ("inner_product", "cosine"):
         raise SourceError(f"metric is inner_product or cosine, not {metric!r}")
@@ -72,7 +78,8 @@ def import_vectors(
     if users is None and clicks is None:
         limits.append("answer anybody who sends no history: no user is known")
     made = Imported(
-        model, items, chosen.tower, chosen.spec, metric, chosen.name, chosen.recalls, users, clicks, tuple(limits)
+        model, items, chosen.tower, chosen.spec, metric, chosen.name, chosen.recalls, users, clicks, tuple(limits),
+        item_tower, features or {},
     )  # fmt: skip
     return write_folder(to, made, began)
 
