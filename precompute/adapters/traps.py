@@ -167,8 +167,8 @@ def _why(
             )
     on = f"{at[0]} rows" + (f" with {at[1]} of {at[2]} items" if spec.history else "")
     return (
-        f"{what} differs from its ONNX model by {found:.2g} on {on} ({TOLERANCE:g} is allowed): forward must not decide "
-        "by Python numbers made of its inputs"
+        f"{what} differs from its ONNX model by {found:.2g} on {on} ({TOLERANCE:g} is allowed): forward must not "
+        "decide by Python numbers made of its inputs"
     )
 
 
