@@ -164,6 +164,7 @@ def export(tower: BoundTower) -> tuple[bytes, TowerSpec, float]:
                 tower, tuple(map(torch.from_numpy, feed.values())), dynamo=True, dynamic_shapes=(shapes,),
                 input_names=list(feed), output_names=[spec.output], opset_version=OPSET, external_data=False,
                 verbose=False,
+                optimize=False,
             )  # fmt: skip
     except ImportError as error:
         raise SourceError(f"torch.onnx needs {error.name}: pip install onnxscript") from None

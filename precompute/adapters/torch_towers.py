@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric
-from cache.model.tower_spec import TowerSpec
-from precompute.adapters.fold_in import USERS_MAX, demand_taste, recall_of, run
+from precompute.adapters.fold_in import recall_of
 from precompute.adapters.folder import Imported, write_folder
 from precompute.adapters.given import Clicks, Vectors, ids_of
 from precompute.adapters.report import Report
 from precompute.adapters.torch_export import BoundTower, Example, export
+from precompute.adapters.traps import first_line
 from precompute.adapters.vectors import import_vectors
 from precompute.bundles.bundle_writer import ModelFile
 
@@ -64,9 +64,16 @@ def from_torch(
             "have other names"
         )
     of_item = _features(example.item, item_features, len(items), "item")
+    of_user = {}
+    if users is not None and user_features is not None and "user" not in example.user:
+        of_user = _features(example.user, user_features, len(users), "user")
     model, spec, _ = export(of_items)
     rows = Vectors(items, of_items.run(len(items), of_item))
-    tables = {"item_features": _table("item", items, of_item)} if of_item else {}
+    tables = {
+        f"{what}_features": _table(what, ids, columns)
+        for what, ids, columns in (("item", items, of_item), ("user", users, of_user))
+        if columns
+    }
     limits = [*cannot]
     if "item" in example.item:
         limits.append("take in an item that it was not fitted on: the item tower has no row for it")
@@ -84,14 +91,12 @@ def from_torch(
         )  # fmt: skip
     tower, user_spec, _ = export(of_users)
     _demand_same(user_spec.output_dims, rows.dims)
-    if user_features and users is not None:
-        of_user = _features(example.user, user_features, len(users), "user")
-        tables["user_features"] = _table("user", users, of_user)
+    if user_spec.features and not of_user:
+        limits.append("have a night yet: name a table of these features in [sources] user_features")
     recalls = {}
     if user_spec.history is not None:
         limits += _limits(example, clicks)
         if not user_spec.features:
-            _demand_taste(tower, user_spec, rows, found, rng)
             share = recall_of(tower, user_spec, rows.rows, found, metric, rng)
             recalls = {} if share is None else {"the user tower": share}
     imported = Imported(
@@ -113,7 +118,9 @@ def _loaded(given: Any, trust: bool) -> Any:
     try:
         found = torch.load(Path(given), map_location="cpu", weights_only=False)
     except Exception as error:  # whatever unpickling runs into
-        raise SourceError(f"{given}: {error}; write it with torch.save(module, path)") from None
+        raise SourceError(
+            f"{given}: {first_line(error)}; write it with torch.save(module, path)"
+        ) from None
     if isinstance(found, Mapping):
         raise SourceError(
             f"{given} holds weights without their module: make the module, call load_state_dict, and give that"
@@ -182,16 +189,6 @@ def _demand_same(users: int, items: int) -> None:
         raise SourceError(
             f"the user tower gives {users} numbers, the item tower {items}: both are of one fitted model"
         )
-
-
-def _demand_taste(
-    tower: bytes, spec: TowerSpec, items: Vectors, clicks: Clicks | None, rng: np.random.Generator
-) -> None:
-    """Raises SourceError where the towers rank what users clicked no better than chance."""
-    some = np.empty(0, np.int64) if clicks is None else clicks.sample(USERS_MAX, 1, rng)
-    if clicks is not None and spec.history is not None and len(some):
-        vectors = run(tower, spec, clicks.histories(some, spec.history.max_length or 1))
-        demand_taste(items.rows, vectors, Clicks(clicks.matrix[some], clicks.users.take(some)), rng)
 
 
 def _limits(example: Example, clicks: Any) -> list[str]:
