@@ -106,6 +106,8 @@ class Clicks:
         `items` Arrow strings in the order of the columns; a table's clicks on other items are left out. Raises
         SourceError, which names both sides.
         """
+        if isinstance(given, cls):
+            return given
         if isinstance(given, str | Path) and Path(given).suffix != ".npz":
             return cls._read(Path(given), users, items)
         if isinstance(given, str | Path):
@@ -159,13 +161,24 @@ class Clicks:
             raise SourceError(
                 f"{path}: not one click is of a known user on a known item; are the ids the same?"
             )
-        order = np.flatnonzero(kept)[np.lexsort((time[kept], row[kept]))][::-1]
-        pairs = row[order] * len(items) + column[order]
+        return cls.in_order(row[kept], column[kept], time[kept], names, len(items))
+
+    @classmethod
+    def in_order(
+        cls,
+        row: NDArray[np.int64],
+        column: NDArray[np.int64],
+        time: NDArray[Any],
+        users: Any,
+        items: int,
+    ) -> Self:
+        """Clicks in the order of their times, of each pair the latest; `users` are Arrow strings."""
+        order = np.lexsort((time, row))[::-1]
+        pairs = row[order] * items + column[order]
         latest = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
-        indptr = np.searchsorted(row[latest], np.arange(len(names) + 1))
+        indptr = np.searchsorted(row[latest], np.arange(len(users) + 1))
         ones = np.ones(len(latest), np.float32)
-        found = sp.csr_matrix((ones, column[latest], indptr), (len(names), len(items)))
-        return cls(found, names)
+        return cls(sp.csr_matrix((ones, column[latest], indptr), (len(users), items)), users)
 
     def sample(self, most: int, least: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Rows of at most `most` users with at least `least` items, in ascending order."""

@@ -30,15 +30,21 @@ def from_recbole(
     """Make a folder of a fitted model of RecBole and its dataset, whose tokens are the ids; row 0, padding, is dropped.
 
     A general recommender gives vectors of users and items (BPR, LightGCN and others whose scores are their products), a
-    sequential one (SASRec, GRU4Rec) becomes the user tower. `clicks` (default: the dataset's, whose order is lost) are
-    those of `from_vectors`. Raises SourceError for a model that scores otherwise.
+    sequential one (SASRec, GRU4Rec) becomes the user tower. `clicks` (default: the dataset's) are those of
+    `from_vectors`. Raises SourceError for a model that scores otherwise.
     """
     users, items = (
         dataset.field2id_token[field][1:].tolist()
         for field in (dataset.uid_field, dataset.iid_field)
     )
     if clicks is None:
-        clicks = dataset.inter_matrix(form="csr")[1:, 1:]
+        found = dataset.inter_feat
+        row, column = (
+            np.asarray(found[each]) - 1 for each in (dataset.uid_field, dataset.iid_field)
+        )
+        has_times = dataset.time_field in found.columns
+        time = np.asarray(found[dataset.time_field]) if has_times else np.zeros(len(row))
+        clicks = Clicks.in_order(row, column, time, ids_of(users, "user"), len(items))
     model = model.cpu().eval()
     name = f"RecBole {type(model).__name__}"
     if hasattr(model, "max_seq_length"):
@@ -150,7 +156,7 @@ class _Sequential(nn.Module):  # type: ignore[misc]  # torch's own types are not
 
 
 class _Mode(nn.Module):  # type: ignore[misc]
-    """One tower of a model of torch-rechub, its inputs by place instead of by name."""
+    """Tower of a model of torch-rechub, its inputs by place instead of by name."""
 
     def __init__(self, model: Any, mode: str, names: Sequence[str]) -> None:
         super().__init__()

@@ -193,8 +193,10 @@ def _demand_same(users: int, items: int) -> None:
 
 def _limits(example: Example, clicks: Any) -> list[str]:
     found = [f"see more of a history than its last {example.max_length:,} items"]
-    is_table = isinstance(clicks, str | Path) and Path(clicks).suffix != ".npz"
-    if clicks is not None and not is_table:
+    has_times = isinstance(clicks, Clicks) or (
+        isinstance(clicks, str | Path) and Path(clicks).suffix != ".npz"
+    )
+    if clicks is not None and not has_times:
         found.append(
             "know the order of these clicks: a matrix has none; give a table with a timestamp"
         )
