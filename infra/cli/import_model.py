@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cache.process.command_line import json_text
 
 if TYPE_CHECKING:
-    from precompute.adapters.report import Report
+    from precompute.adapters.folder import ImportReport
 
 
 def main(words: Sequence[str], *, prog: str) -> int:
@@ -56,7 +56,7 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _vectors(sent: argparse.Namespace) -> "Report":
+def _vectors(sent: argparse.Namespace) -> "ImportReport":
     from precompute.adapters.vectors import from_vectors
 
     return from_vectors(
@@ -64,7 +64,7 @@ def _vectors(sent: argparse.Namespace) -> "Report":
     )  # fmt: skip
 
 
-def _implicit(sent: argparse.Namespace) -> "Report":
+def _implicit(sent: argparse.Namespace) -> "ImportReport":
     from precompute.adapters.implicit_models import from_implicit
 
     return from_implicit(

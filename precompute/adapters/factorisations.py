@@ -12,9 +12,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from cache.errors import SourceError
-from precompute.adapters.given import Clicks, Vectors, ids_of
+from precompute.adapters.folder import ImportReport
+from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.implicit_models import from_implicit
-from precompute.adapters.report import Report
 from precompute.adapters.towers import Fold
 from precompute.adapters.vectors import import_vectors
 
@@ -32,7 +32,7 @@ def from_lightfm(
     user_features: Any = None,
     item_features: Any = None,
     seed: int = 0,
-) -> Report:
+) -> ImportReport:
     """Make a folder of a fitted LightFM model, its interactions [users, items], and the features that it was fitted on.
 
     Ids are in the order of the interactions' rows and columns (default: their numbers). Known users are scored as
@@ -59,7 +59,7 @@ def from_sklearn(
     item_ids: Any = None,
     user_vectors: Any = None,
     seed: int = 0,
-) -> Report:
+) -> ImportReport:
     """Make a folder of scikit-learn's TruncatedSVD or NMF and the scipy matrix [users, items] that it was fitted on.
 
     Known users are scored as `inverse_transform(transform(user_items))` does. With TruncatedSVD a stranger's vector is
@@ -76,7 +76,7 @@ def from_sklearn(
         )
     items = Vectors.of(item_ids, np.transpose(model.components_), "item")
     known = None if user_ids is None else ids_of(user_ids, "user")
-    clicks = Clicks.of(user_items, known, items.ids)
+    clicks = ClickMatrix.of(user_items, known, items.ids)
     if user_vectors is None:
         # What was given, not the clicks: those leave weights below 0 out, which the model saw.
         weights = user_items if sp.issparse(user_items) else clicks.matrix
@@ -97,7 +97,7 @@ def from_sklearn(
     )
 
 
-def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) -> Report:
+def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) -> ImportReport:
     """Make a folder of a fitted RecTools model that has vectors (ALS, BPR, LightFM, PureSVD, DSSM) and its Dataset.
 
     Ids are the dataset's external ones. ALS without features folds a stranger's history in as `from_implicit` does; the
@@ -147,10 +147,10 @@ def _of_pair(
     ids: tuple[Any, ...],
     limits: list[str],
     seed: int,
-) -> Report:
+) -> ImportReport:
     """Both sides' vectors, checked, and the folder of them; `ids` of users and of items."""
     of_users, of_items = Vectors.of(ids[0], users, "user"), Vectors.of(ids[1], items, "item")
-    clicks = Clicks.of(user_items, of_users.ids, of_items.ids)
+    clicks = ClickMatrix.of(user_items, of_users.ids, of_items.ids)
     return import_vectors(
         Path(to), of_items, of_users, clicks, model=name, cannot=limits, seed=seed
     )  # fmt: skip

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric, unpack
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.adapters.given import Clicks
+from precompute.adapters.given import ClickMatrix
 from precompute.adapters.towers import Fold
 from precompute.bundles.index import best_with, tiles
 
@@ -55,7 +56,10 @@ def ridges(rows: NDArray[np.float32], offset: NDArray[np.float32], target: float
 
 
 def demand_taste(
-    items: NDArray[np.float32], users: NDArray[np.float32], clicks: Clicks, rng: np.random.Generator
+    items: NDArray[np.float32],
+    users: NDArray[np.float32],
+    clicks: ClickMatrix,
+    rng: np.random.Generator,
 ) -> None:
     """Raises SourceError where users' vectors rank what they clicked no better than any other item."""
     pairs = clicks.matrix.tocoo()
@@ -77,7 +81,7 @@ def demand_taste(
 def choose(
     folds: Sequence[Fold],
     items: NDArray[np.float32],
-    clicks: Clicks | None,
+    clicks: ClickMatrix | None,
     metric: Metric,
     rng: np.random.Generator,
 ) -> Chosen:
@@ -99,6 +103,30 @@ def choose(
     name = max(recalls, key=recalls.__getitem__) if recalls else folds[0].name
     steps, tower = towers[name]
     return Chosen(name, tower, spec, steps, recalls)
+
+
+def recall_of(
+    tower: bytes,
+    spec: TowerSpec,
+    items: NDArray[np.float32],
+    clicks: ClickMatrix | None,
+    metric: Metric,
+    rng: np.random.Generator,
+) -> float | None:
+    """Recall@20 of a tower of histories alone, as `choose` takes it of its candidates; None without histories.
+
+    Raises SourceError where it ranks what was held out no better than any other item.
+    """
+    rows = np.empty(0, np.int64) if clicks is None else clicks.sample(USERS_MAX, LEAST, rng)
+    if not len(rows):
+        return None
+    kept, held = _cut(clicks, rows, rng)
+    vectors = run(tower, spec, kept)
+    # Not what is in the history itself: a model of the next item may well place that last.
+    found = (np.ones(len(held.indices), np.float32), held.indices, held.indptr)
+    shape = len(held), len(items)
+    demand_taste(items, vectors, ClickMatrix(sp.csr_matrix(found, shape), None), rng)
+    return recall(vectors, items, kept, held, metric)
 
 
 def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int, bytes]:
@@ -127,7 +155,7 @@ def run(tower: bytes, spec: TowerSpec, histories: Histories) -> NDArray[np.float
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tower.onnx"
         path.write_bytes(tower)
-        return Tower.open(path, spec).run({"history": histories})
+        return Tower.open(path, spec).run({spec.inputs[0].name: histories})
 
 
 def recall(
@@ -159,15 +187,15 @@ def _rows(histories: Histories) -> list[NDArray[np.int64]]:
 
 
 def _cut(
-    clicks: Clicks | None, rows: NDArray[np.int64], rng: np.random.Generator
+    clicks: ClickMatrix | None, rows: NDArray[np.int64], rng: np.random.Generator
 ) -> tuple[Histories, Histories]:
     """(what is folded, what is to be found) of these users: one fifth of each history is held out."""
     if clicks is None or not len(rows):
         return Histories.of([]), Histories.of([])
     kept, held = [], []
     for history in _rows(clicks.histories(rows, HISTORY_MAX)):
-        mixed = rng.permutation(history)
+        mixed = rng.permutation(len(history))
         out = max(1, len(mixed) // 5)
-        held.append(mixed[:out])
-        kept.append(np.sort(mixed[out:]))
+        held.append(history[mixed[:out]])
+        kept.append(history[np.sort(mixed[out:])])
     return Histories.of(kept), Histories.of(held)

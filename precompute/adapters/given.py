@@ -89,8 +89,11 @@ def ids_of(ids: Any, what: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Clicks:
-    """Clicks of users on items, by the rows of both: a CSR matrix [users, items] of weights above 0."""
+class ClickMatrix:
+    """Clicks of users on items, by the rows of both: a CSR matrix [users, items] of weights above 0.
+
+    Those that were read from a table with times are in their order within a row.
+    """
 
     matrix: sp.csr_matrix
     users: Any
@@ -103,6 +106,8 @@ class Clicks:
         `items` Arrow strings in the order of the columns; a table's clicks on other items are left out. Raises
         SourceError, which names both sides.
         """
+        if isinstance(given, cls):
+            return given
         if isinstance(given, str | Path) and Path(given).suffix != ".npz":
             return cls._read(Path(given), users, items)
         if isinstance(given, str | Path):
@@ -134,12 +139,18 @@ class Clicks:
     @classmethod
     def _read(cls, path: Path, users: Any, items: Any) -> Self:
         """Clicks of a table, as a night reads it; those of users and items that are not known are left out."""
-        columns, numbered, rows = Vocabulary.of(pa.chunked_array([items])), Numbered(), []
+        columns, numbered, rows, times = (
+            Vocabulary.of(pa.chunked_array([items])),
+            Numbered(),
+            [],
+            [],
+        )
         assert columns is not None  # noqa: S101 - ids were checked
         for batch in read_interactions(Sources(interactions=(str(path),)), Path.cwd()):
             numbered.add(batch.users)
             rows.append(columns.places(batch.items.names)[batch.items.codes])
-        row, column = numbered.codes(), np.concatenate(rows)
+            times.append(batch.times)
+        row, column, time = numbered.codes(), np.concatenate(rows), np.concatenate(times)
         names = numbered.names.cast(pa.string())
         if users is not None:
             known = Vocabulary.of(pa.chunked_array([users]))
@@ -150,10 +161,24 @@ class Clicks:
             raise SourceError(
                 f"{path}: not one click is of a known user on a known item; are the ids the same?"
             )
-        ones = np.ones(int(kept.sum()), np.float32)
-        found = sp.csr_matrix((ones, (row[kept], column[kept])), (len(names), len(items)))
-        found.data[:] = 1
-        return cls(found, names)
+        return cls.in_order(row[kept], column[kept], time[kept], names, len(items))
+
+    @classmethod
+    def in_order(
+        cls,
+        row: NDArray[np.int64],
+        column: NDArray[np.int64],
+        time: NDArray[Any],
+        users: Any,
+        items: int,
+    ) -> Self:
+        """Clicks in the order of their times, of each pair the latest; `users` are Arrow strings."""
+        order = np.lexsort((time, row))[::-1]
+        pairs = row[order] * items + column[order]
+        latest = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
+        indptr = np.searchsorted(row[latest], np.arange(len(users) + 1))
+        ones = np.ones(len(latest), np.float32)
+        return cls(sp.csr_matrix((ones, column[latest], indptr), (len(users), items)), users)
 
     def sample(self, most: int, least: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Rows of at most `most` users with at least `least` items, in ascending order."""

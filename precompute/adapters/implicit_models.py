@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from precompute.adapters.given import Clicks, Vectors
-from precompute.adapters.report import Report
+from precompute.adapters.folder import ImportReport
+from precompute.adapters.given import ClickMatrix, Vectors
 from precompute.adapters.towers import Fold
 from precompute.adapters.vectors import import_vectors
 
@@ -27,7 +27,7 @@ def from_implicit(
     user_ids: Any = None,
     item_ids: Any = None,
     seed: int = 0,
-) -> Report:
+) -> ImportReport:
     """Make a folder of a fitted model of implicit (or the .npz file of one) and the matrix that it was fitted on.
 
     Ids are in the order of the matrix' rows and columns (default: their numbers). Known users are scored from their
@@ -40,7 +40,7 @@ def from_implicit(
         raise SourceError("the model has no factors: call fit before it is imported")
     name = "implicit" if isinstance(model, str | Path) else f"implicit {type(model).__name__}"
     of_items, of_users = Vectors.of(item_ids, items, "item"), Vectors.of(user_ids, users, "user")
-    clicks = Clicks.of(user_items, of_users.ids, of_items.ids)
+    clicks = ClickMatrix.of(user_items, of_users.ids, of_items.ids)
     folds, limits = [], ["take in an item that it was not fitted on: it has no vector"]
     if parts.get("alpha") is not None:  # only ALS has confidences
         weights = clicks.matrix.data

@@ -11,8 +11,8 @@ from scipy.sparse.linalg import svds
 from cache.errors import SourceError
 from cache.model.agreement import recalls
 from precompute.adapters.fold_in import HISTORY_MAX, TOP
-from precompute.adapters.given import Clicks, Vectors, ids_of
-from precompute.adapters.report import Report
+from precompute.adapters.folder import ImportReport
+from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.towers import Fold
 from precompute.adapters.vectors import import_vectors
 
@@ -33,7 +33,7 @@ def from_item_weights(
     item_ids: Any = None,
     dims: int | None = None,
     seed: int = 0,
-) -> Report:
+) -> ImportReport:
     """Make a folder of weights B [items, items] (dense or scipy): item j scores the sum of B[i, j] over a history's i.
 
     Exact up to EXACT_MAX items: a user is the sum of unit vectors, an item its column of B. Beyond, or with `dims`, B
@@ -47,7 +47,9 @@ def from_item_weights(
         raise SourceError(
             f"{len(names):,} item ids, but weights of {found.shape[0]:,} items: give one id for each row, in its order"
         )
-    of_clicks = Clicks.of(clicks, None if user_ids is None else ids_of(user_ids, "user"), names)
+    of_clicks = ClickMatrix.of(
+        clicks, None if user_ids is None else ids_of(user_ids, "user"), names
+    )
     limits = ["take in an item that it was not fitted on: it has no weights"]
     data = of_clicks.matrix.data
     if len(data) and data.min() != data.max():
@@ -118,7 +120,7 @@ def _overlap(
     weights: Any,
     rows: NDArray[np.float32],
     items: NDArray[np.float32],
-    clicks: Clicks,
+    clicks: ClickMatrix,
     seed: int,
 ) -> str:
     """Words for the report about lists by the cut weights beside the exact ones; none where nobody clicked."""

@@ -1,7 +1,7 @@
 """From vectors of items, and of users if there are any, to a folder that a night reads."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 from cache.model.ranking import Metric
 from precompute.adapters.fold_in import choose, demand_taste, ridges
-from precompute.adapters.folder import Imported, write_folder
-from precompute.adapters.given import Clicks, Vectors, ids_of
-from precompute.adapters.report import Report
+from precompute.adapters.folder import Imported, ImportReport, write_folder
+from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.towers import Fold
+from precompute.bundles.bundle_writer import ModelFile
 
 
 def from_vectors(
@@ -27,7 +27,7 @@ def from_vectors(
     clicks: Any = None,
     metric: Metric = "inner_product",
     seed: int = 0,
-) -> Report:
+) -> ImportReport:
     """Make a folder of vectors [items, dims] and [users, dims] (float32; or .npy or Parquet files), ids in their order.
 
     `clicks`, a scipy matrix [users, items], its .npz file, or a Parquet or CSV file with the columns `user` and `item`,
@@ -40,7 +40,7 @@ def from_vectors(
     known = (
         users.ids if users is not None else None if user_ids is None else ids_of(user_ids, "user")
     )
-    found = None if clicks is None else Clicks.of(clicks, known, items.ids)
+    found = None if clicks is None else ClickMatrix.of(clicks, known, items.ids)
     return import_vectors(Path(to), items, users, found, metric=metric, seed=seed)
 
 
@@ -48,15 +48,20 @@ def import_vectors(
     to: Path,
     items: Vectors,
     users: Vectors | None,
-    clicks: Clicks | None,
+    clicks: ClickMatrix | None,
     *,
     folds: Sequence[Fold] = (),
     metric: Metric = "inner_product",
     model: str = "vectors",
     cannot: Sequence[str] = (),
     seed: int = 0,
-) -> Report:
-    """Make a folder of checked vectors and clicks; `folds` are tried instead of mean and ridges, if there are any."""
+    item_tower: ModelFile | None = None,
+    features: Mapping[str, Any] | None = None,
+) -> ImportReport:
+    """Make a folder of checked vectors and clicks; `folds` are tried instead of mean and ridges, if there are any.
+
+    `item_tower` is what gave the items' vectors, if it takes more than their index; `features` go beside it.
+    """
     began, rng = time.perf_counter(), np.random.default_rng(seed)
     if metric not in ("inner_product", "cosine"):
         raise SourceError(f"metric is inner_product or cosine, not {metric!r}")
@@ -74,7 +79,8 @@ def import_vectors(
             "have a night yet: name what users did in [sources] interactions of larder.toml"
         )
     made = Imported(
-        model, items, chosen.tower, chosen.spec, metric, chosen.name, chosen.recalls, users, clicks, tuple(limits)
+        model, items, chosen.tower, chosen.spec, metric, chosen.name, chosen.recalls, users, clicks, tuple(limits),
+        item_tower, features or {},
     )  # fmt: skip
     return write_folder(to, made, began)
 
@@ -82,7 +88,7 @@ def import_vectors(
 def _folds(
     items: NDArray[np.float32],
     users: NDArray[np.float32] | None,
-    clicks: Clicks | None,
+    clicks: ClickMatrix | None,
     rng: np.random.Generator,
 ) -> list[Fold]:
     """Mean and ridges, in the space that users and items share.

@@ -9,7 +9,7 @@ from cache.errors import SourceError
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.adapters.fold_in import HISTORY_MAX, choose, demand_taste, enough_steps, ridges, run
-from precompute.adapters.given import Clicks, ids_of
+from precompute.adapters.given import ClickMatrix, ids_of
 from precompute.adapters.implicit_models import _als
 from precompute.adapters.towers import Fold
 from tests.unit.precompute.adapters.written import taste_clicks
@@ -124,7 +124,7 @@ def test_history_longer_than_the_longest_is_its_end(tmp_path):
     np.testing.assert_allclose(found[0], fold.exact(history[-HISTORY_MAX:]), atol=1e-4)
 
 
-CLICKS = Clicks.of(taste_clicks(), ids_of(range(120), "user"), ids_of(range(80), "item"))
+CLICKS = ClickMatrix.of(taste_clicks(), ids_of(range(120), "user"), ids_of(range(80), "item"))
 TASTE = (np.arange(80)[:, None] % 4 == np.arange(4)).astype(np.float32)
 """Vectors of items that say to which group each belongs."""
 NONE = np.zeros(4, np.float32)
@@ -157,7 +157,7 @@ def test_the_first_of_equals_is_chosen():
 def test_without_histories_the_first_is_chosen_and_nothing_claimed():
     short = CLICKS.matrix.copy()
     short.data[:] = 0
-    none = Clicks.of(sp.csr_matrix(short), CLICKS.users, ids_of(range(80), "item"))
+    none = ClickMatrix.of(sp.csr_matrix(short), CLICKS.users, ids_of(range(80), "item"))
 
     for clicks in (None, none):
         found = choose(planted()[::-1], TASTE, clicks, "inner_product", np.random.default_rng(0))

@@ -9,7 +9,7 @@ import pytest
 import scipy.sparse as sp
 
 from cache.errors import SourceError
-from precompute.adapters.given import Clicks, Vectors, ids_of
+from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.vectors import from_vectors
 from tests.unit.precompute.adapters.written import taste_clicks
 
@@ -179,25 +179,25 @@ class TestClicks:
         with pytest.raises(
             SourceError, match=r"80 by 120, .*it is items by users, give its transpos"
         ):
-            Clicks.of(CLICKS.T, self.USERS, self.ITEMS)
+            ClickMatrix.of(CLICKS.T, self.USERS, self.ITEMS)
 
     @pytest.mark.parametrize("given", [CLICKS.toarray(), [[1]], None])
     def test_what_is_no_sparse_matrix(self, given):
         with pytest.raises(SourceError, match="clicks are a scipy sparse matrix, users by items"):
-            Clicks.of(given, self.USERS, self.ITEMS)
+            ClickMatrix.of(given, self.USERS, self.ITEMS)
 
     def test_weights_that_are_not_finite(self):
         bad = CLICKS.copy()
         bad.data[0] = np.nan
 
         with pytest.raises(SourceError, match="no finite numbers: leave those out"):
-            Clicks.of(bad, self.USERS, self.ITEMS)
+            ClickMatrix.of(bad, self.USERS, self.ITEMS)
 
     def test_dislikes_and_zeros_are_left_out_and_the_callers_matrix_is_as_it_was(self):
         given = CLICKS.copy()
         given.data[:3] = -1, 0, 5
 
-        found = Clicks.of(given, self.USERS, self.ITEMS)
+        found = ClickMatrix.of(given, self.USERS, self.ITEMS)
 
         assert found.matrix.nnz == CLICKS.nnz - 2 and found.matrix.data.max() == 5
         assert given.data[:3].tolist() == [-1, 0, 5]
@@ -205,26 +205,28 @@ class TestClicks:
     def test_pairs_that_come_twice_are_added(self):
         twice = sp.coo_matrix((np.ones(2), ([0, 0], [1, 1])), (120, 80))
 
-        assert Clicks.of(twice, self.USERS, self.ITEMS).matrix[0, 1] == 2
+        assert ClickMatrix.of(twice, self.USERS, self.ITEMS).matrix[0, 1] == 2
 
     def test_a_file_that_scipy_did_not_write(self, tmp_path):
         np.savez(tmp_path / "clicks.npz", a=np.zeros(3))
 
         with pytest.raises(SourceError, match=r"write it with scipy.sparse.save_npz"):
-            Clicks.of(tmp_path / "clicks.npz", self.USERS, self.ITEMS)
+            ClickMatrix.of(tmp_path / "clicks.npz", self.USERS, self.ITEMS)
         with pytest.raises(SourceError, match=r"write it with scipy.sparse.save_npz"):
-            Clicks.of(tmp_path / "none.npz", self.USERS, self.ITEMS)
+            ClickMatrix.of(tmp_path / "none.npz", self.USERS, self.ITEMS)
 
     def test_a_table_of_others(self, tmp_path):
         path = parquet(tmp_path / "clicks.parquet", user=["x", "y"], item=["x", "y"])
 
         with pytest.raises(SourceError, match="not one click is of a known user on a known item"):
-            Clicks.of(path, self.USERS, self.ITEMS)
+            ClickMatrix.of(path, self.USERS, self.ITEMS)
 
     def test_a_table_is_the_same_as_its_matrix(self, tmp_path):
-        Clicks.of(CLICKS, self.USERS, self.ITEMS).write(tmp_path / "clicks.parquet", self.ITEMS)
+        ClickMatrix.of(CLICKS, self.USERS, self.ITEMS).write(
+            tmp_path / "clicks.parquet", self.ITEMS
+        )
 
-        found = Clicks.of(tmp_path / "clicks.parquet", self.USERS, self.ITEMS)
+        found = ClickMatrix.of(tmp_path / "clicks.parquet", self.USERS, self.ITEMS)
 
         assert (found.matrix != CLICKS).nnz == 0
 

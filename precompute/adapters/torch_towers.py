@@ -1,0 +1,202 @@
+"""From a pair of torch modules to a folder that a night reads. Needs torch and onnxscript."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.model.ranking import Metric
+from precompute.adapters.fold_in import recall_of
+from precompute.adapters.folder import Imported, ImportReport, write_folder
+from precompute.adapters.given import ClickMatrix, Vectors, ids_of
+from precompute.adapters.torch_export import BoundTower, Example, export
+from precompute.adapters.traps import first_line
+from precompute.adapters.vectors import import_vectors
+from precompute.bundles.bundle_writer import ModelFile
+
+_INDICES = ("history", "item", "user")
+
+
+def from_torch(
+    user_tower: Any,
+    item_tower: Any,
+    example: Example,
+    *,
+    to: str | Path,
+    item_ids: Any,
+    user_ids: Any = None,
+    clicks: Any = None,
+    item_features: Mapping[str, Any] | None = None,
+    user_features: Mapping[str, Any] | None = None,
+    metric: Metric = "inner_product",
+    name: str | None = None,
+    cannot: Sequence[str] = (),
+    trust: bool = False,
+    seed: int = 0,
+) -> ImportReport:
+    """Make a folder of two modules of torch (or of files that `torch.save` wrote of them, with `trust`).
+
+    Ids are in the order of the model's indices, features by input name with a row for each id. A user tower that takes
+    `user` gives the vectors of `user_ids`, and a stranger's history is folded; any other is the bundle's user tower
+    itself. `clicks` are those of `from_vectors`. Raises SourceError or BundleError, naming what is wrong and the
+    remedy; nothing is written then.
+    """
+    began, rng = time.perf_counter(), np.random.default_rng(seed)
+    to, items = Path(to), ids_of(item_ids, "item")
+    users = None if user_ids is None else ids_of(user_ids, "user")
+    found = None if clicks is None else ClickMatrix.of(clicks, users, items)
+    of_users = BoundTower(
+        _loaded(user_tower, trust), example.user, example, len(items), "the user tower"
+    )
+    of_items = BoundTower(
+        _loaded(item_tower, trust), example.item, example, len(items), "the item tower"
+    )
+    if unknown := {"user", "history"} & example.item.keys() or {"item"} & example.user.keys():
+        raise SourceError(
+            f"{', '.join(sorted(unknown))}: a user tower takes user and history, an item tower takes item; features "
+            "have other names"
+        )
+    of_item = _features(example.item, item_features, len(items), "item")
+    of_user = {}
+    if users is not None and user_features is not None and "user" not in example.user:
+        of_user = _features(example.user, user_features, len(users), "user")
+    model, spec, _ = export(of_items)
+    rows = Vectors(items, of_items.run(len(items), of_item))
+    tables = {
+        f"{what}_features": _table(what, ids, columns)
+        for what, ids, columns in (("item", items, of_item), ("user", users, of_user))
+        if columns
+    }
+    limits = [*cannot]
+    if "item" in example.item:
+        limits.append("take in an item that it was not fitted on: the item tower has no row for it")
+    made = ModelFile(model, spec, entity="item")
+    model_name = name or type(of_users.module).__name__
+    if "user" in example.user:
+        vectors = Vectors(users, _known(of_users, users, found, user_features))
+        if len(example.user) > 1:
+            limits.append(
+                "use a stranger's features or a newer history: the user tower wants a user's index"
+            )
+        return import_vectors(
+            to, rows, vectors, found, metric=metric, model=model_name, cannot=limits, seed=seed,
+            item_tower=made, features=tables,
+        )  # fmt: skip
+    tower, user_spec, _ = export(of_users)
+    _demand_same(user_spec.output_dims, rows.dims)
+    if user_spec.features and not of_user:
+        limits.append("have a night yet: name a table of these features in [sources] user_features")
+    recalls = {}
+    if user_spec.history is not None:
+        limits += _limits(example, clicks)
+        if not user_spec.features:
+            share = recall_of(tower, user_spec, rows.rows, found, metric, rng)
+            recalls = {} if share is None else {"the user tower": share}
+    imported = Imported(
+        model_name, rows, tower, user_spec, metric, "the user tower itself", recalls, None, found, tuple(limits),
+        made, tables,
+    )  # fmt: skip
+    return write_folder(to, imported, began)
+
+
+def _loaded(given: Any, trust: bool) -> Any:
+    """The module; a file of one only with `trust`, since its loading runs whatever was pickled."""
+    if not isinstance(given, str | Path):
+        return given
+    if not trust:
+        raise SourceError(
+            f"{given} is pickled, and loading it runs whatever code is in it: give the module, or trust=True for a "
+            "file of your own"
+        )
+    try:
+        found = torch.load(Path(given), map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever unpickling runs into
+        raise SourceError(
+            f"{given}: {first_line(error)}; write it with torch.save(module, path)"
+        ) from None
+    if isinstance(found, Mapping):
+        raise SourceError(
+            f"{given} holds weights without their module: make the module, call load_state_dict, and give that"
+        )
+    return found
+
+
+def _known(
+    tower: BoundTower, users: Any, clicks: ClickMatrix | None, features: Mapping[str, Any] | None
+) -> NDArray[np.float32]:
+    """Vectors of all users that the tower has an index for."""
+    if users is None:
+        raise SourceError(
+            "the user tower takes a user's index: give user_ids, in the order of the indices"
+        )
+    histories = None
+    if "history" in tower.names:
+        if clicks is None:
+            raise SourceError("the user tower takes a history beside the user's index: give clicks")
+        histories = clicks.histories(np.arange(len(users)), tower.example.max_length)
+    return tower.run(len(users), _features(tower.inputs, features, len(users), "user"), histories)
+
+
+def _features(
+    inputs: Mapping[str, Any], given: Mapping[str, Any] | None, rows: int, what: str
+) -> dict[str, NDArray[Any]]:
+    """Arrays by name of the inputs that are features, with a row for each id."""
+    found = {}
+    for name, value in inputs.items():
+        if name in _INDICES:
+            continue
+        if given is None or name not in given:
+            raise SourceError(
+                f"{what}_features has no {name!r}: give an array with a row for each {what} id, in their order",
+                input=name,
+            )
+        column = given[name]
+        column = (
+            column.detach().cpu().numpy()
+            if isinstance(column, torch.Tensor)
+            else np.asarray(column)
+        )
+        shape = (rows, *value.shape[1:])
+        if column.shape != shape:
+            raise SourceError(
+                f"{what}_features: {name!r} is {list(column.shape)}, {list(shape)} is wanted: a row for each {what} "
+                "id, as wide as in the example",
+                input=name,
+            )
+        found[name] = column.astype(value.numpy().dtype)
+    return found
+
+
+def _table(what: str, ids: Any, features: Mapping[str, NDArray[Any]]) -> Any:
+    columns = {
+        name: pa.array(each)
+        if each.ndim == 1
+        else pa.FixedSizeListArray.from_arrays(pa.array(each.ravel()), each.shape[1])
+        for name, each in features.items()
+    }
+    return pa.table({what: ids, **columns})
+
+
+def _demand_same(users: int, items: int) -> None:
+    if users != items:
+        raise SourceError(
+            f"the user tower gives {users} numbers, the item tower {items}: both are of one fitted model"
+        )
+
+
+def _limits(example: Example, clicks: Any) -> list[str]:
+    found = [f"see more of a history than its last {example.max_length:,} items"]
+    has_times = isinstance(clicks, ClickMatrix) or (
+        isinstance(clicks, str | Path) and Path(clicks).suffix != ".npz"
+    )
+    if clicks is not None and not has_times:
+        found.append(
+            "know the order of these clicks: a matrix has none; give a table with a timestamp"
+        )
+    return found

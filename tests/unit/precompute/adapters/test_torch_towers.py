@@ -1,0 +1,174 @@
+"""Torch towers become a folder: the same vectors, whatever the kind of tower."""
+# ruff: noqa: E402 - torch may not be there
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+
+from cache.errors import SourceError
+from cache.model.tower import Histories, Tower
+from precompute.adapters.torch_export import Example, export
+from precompute.adapters.torch_towers import from_torch
+from precompute.bundles.bundle import Bundle
+from tests.unit.precompute.adapters import torch_examples as towers
+from tests.unit.precompute.adapters.torch_examples import DIMS, INDEX, ITEMS, bound, example
+
+IDS = [f"i{row:02}" for row in range(ITEMS)]
+FEATURES = {"country": torch.tensor([0, 1, 4]), "sizes": torch.rand(3, 3)}
+
+
+def bundled(folder, name, **inputs):
+    model = getattr(Bundle.open(folder / "bundle"), name)
+    return Tower.open(model.path, model.spec).run(inputs)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17])
+@pytest.mark.parametrize(
+    ("kind", "features"),
+    [("Mean", {}), ("Gru", {}), ("Transformer", {}), ("Featured", FEATURES)],
+)
+def test_a_model_gives_what_torch_gives(kind, features, rows, exported, tmp_path):
+    tower, model, spec = exported(kind, features)
+    (tmp_path / "tower.onnx").write_bytes(model)
+    rng = np.random.default_rng(rows)
+    histories = [rng.integers(0, ITEMS, rng.integers(1, 41)) for _ in range(rows)]
+    more = {name: each.numpy()[np.arange(rows) % 3] for name, each in features.items()}
+
+    found = Tower.open(tmp_path / "tower.onnx", spec).run(
+        {"history": Histories.of(histories), **more}
+    )
+
+    with torch.no_grad():
+        for row, history in enumerate(histories):
+            own = [torch.from_numpy(each[row : row + 1]) for each in more.values()]
+            wanted = tower(torch.from_numpy(history)[None], *own)[0].numpy()
+            np.testing.assert_allclose(found[row], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def exported():
+    """Each kind is exported once."""
+    done = {}
+
+    def of(kind, features):
+        if kind not in done:
+            torch.manual_seed(0)
+            tower = bound(getattr(towers, kind)(), example(**features))
+            done[kind] = tower, *export(tower)[:2]
+        return done[kind]
+
+    return of
+
+
+def test_a_folder_holds_the_user_tower_and_what_features_it_wants(tmp_path):
+    user_tower, item_tower = towers.Featured().eval(), towers.Items().eval()
+    users = ["u1", "u2"]
+    given = {"country": torch.tensor([1, 2]), "sizes": torch.rand(2, 3)}
+
+    report = from_torch(
+        user_tower, item_tower, example(**FEATURES), to=tmp_path, item_ids=IDS, user_ids=users,
+        user_features=given,
+    )  # fmt: skip
+
+    assert report.fold_in == "the user tower itself" and report.items == ITEMS
+    assert 'user_features = "user_features.parquet"' in (tmp_path / "larder.toml").read_text()
+    table = pq.read_table(tmp_path / "user_features.parquet")
+    assert table.column_names == ["user", "country", "sizes"]
+    found = bundled(tmp_path, "item_tower", item=np.arange(ITEMS))
+    np.testing.assert_array_equal(found, item_tower.table.weight.detach().numpy())
+
+
+def test_a_tower_whose_items_start_at_1_keeps_its_padding_0(tmp_path):
+    class FromOne(towers.Items):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(ITEMS + 1, DIMS, padding_idx=0)
+
+        def forward(self, item):
+            return self.table(item) if item.ndim == 1 else self.table(item).sum(1)
+
+    tower = FromOne().eval()
+    given = Example(
+        {"history": towers.HISTORY}, {"item": INDEX}, pad=0, max_length=20, first_item=1
+    )
+
+    from_torch(tower, tower, given, to=tmp_path, item_ids=IDS)
+
+    rows = tower.table.weight.detach().numpy()
+    np.testing.assert_array_equal(bundled(tmp_path, "item_tower", item=np.arange(ITEMS)), rows[1:])
+    found = bundled(tmp_path, "user_tower", history=Histories.of([[0, ITEMS - 1]]))
+    np.testing.assert_allclose(found[0], rows[1] + rows[-1], rtol=1e-6)
+
+
+def test_a_tower_of_user_indices_gives_vectors_and_strangers_are_folded(tmp_path):
+    tower = towers.Items().eval()
+    given = Example({"user": INDEX}, {"item": INDEX})
+
+    report = from_torch(
+        tower, towers.Items().eval(), given, to=tmp_path, item_ids=IDS, user_ids=["a", "b", "c"]
+    )
+
+    table = pq.read_table(tmp_path / "user_vectors.parquet")
+    assert table["user"].to_pylist() == ["a", "b", "c"] and report.fold_in == "mean"
+    np.testing.assert_array_equal(
+        np.array(table["vector"].to_pylist(), np.float32), tower.table.weight[:3].detach().numpy()
+    )
+
+
+def test_items_of_features_alone_bring_their_table(tmp_path):
+    prices = torch.rand(ITEMS, DIMS)
+    given = Example({"history": towers.HISTORY}, {"price": prices[:4]}, pad=ITEMS, max_length=20)
+
+    report = from_torch(
+        towers.Mean().eval(), torch.nn.Linear(DIMS, DIMS).eval(), given, to=tmp_path, item_ids=IDS,
+        item_features={"price": prices},
+    )  # fmt: skip
+
+    assert pq.read_table(tmp_path / "item_features.parquet").column_names == ["item", "price"]
+    assert not any("was not fitted on" in each for each in report.cannot)
+
+
+def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):
+    (tmp_path / "clicks.csv").write_text(
+        "user,item,timestamp\nu1,i03,30\nu1,i09,10\nu2,i01,5\nu1,i05,20\nu1,i09,40\n"
+    )
+    torch.manual_seed(0)
+    tower = towers.Mean().eval()
+    items = towers.Items().eval()
+    with torch.no_grad():  # items that were clicked score above others
+        items.table.weight.copy_(tower.table.weight[:ITEMS])
+        for row in (3, 9, 5, 1):
+            items.table.weight[row] *= 5
+
+    report = from_torch(
+        tower, items, example(), to=tmp_path / "out", item_ids=IDS, clicks=tmp_path / "clicks.csv"
+    )
+
+    table = pq.read_table(tmp_path / "out" / "clicks.parquet").to_pydict()
+    assert table["user"] == ["u1", "u1", "u1", "u2"]
+    assert table["item"] == ["i05", "i03", "i09", "i01"]
+    assert report.clicks == 4 and not any("order" in each for each in report.cannot)
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        (Example({"user": INDEX}, {"item": INDEX}), "give user_ids"),
+        (Example({"history": towers.HISTORY, "age": INDEX}, {"item": INDEX}, pad=ITEMS), "user_features"),
+        (Example({"history": towers.HISTORY}, {"history": INDEX}, pad=ITEMS), "features have other names"),
+        (Example({}, {"item": INDEX}), "name each argument of forward"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(given, remedy, tmp_path):
+    with pytest.raises(SourceError, match=remedy) as raised:
+        from_torch(
+            towers.Mean().eval(), towers.Items().eval(), given, to=tmp_path / "out", item_ids=IDS,
+            user_features={},
+            user_ids=["u"] if "history" in given.user else None,
+        )  # fmt: skip
+
+    assert "\n" not in raised.value.message and not (tmp_path / "out").exists()

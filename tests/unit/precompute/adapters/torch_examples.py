@@ -1,0 +1,87 @@
+"""Small torch towers of the kinds that people bring; `ITEMS` is their padding."""
+
+import torch
+from torch import Tensor, nn
+
+from precompute.adapters.torch_export import BoundTower, Example
+
+ITEMS, DIMS = 50, 8
+HISTORY = torch.zeros(2, 5, dtype=torch.int64)
+INDEX = torch.tensor([0, 1])
+
+
+class Mean(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ITEMS + 1, DIMS, padding_idx=ITEMS)
+
+    def forward(self, history: Tensor) -> Tensor:
+        real = (history != ITEMS).float().unsqueeze(-1)
+        return (self.table(history) * real).sum(1) / real.sum(1).clamp(min=1)
+
+
+class Gru(Mean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(DIMS, DIMS, batch_first=True)
+
+    def forward(self, history: Tensor) -> Tensor:
+        states, _ = self.gru(self.table(history))
+        last = (history != ITEMS).sum(1).clamp(min=1) - 1
+        return states[torch.arange(history.shape[0]), last]
+
+
+class Transformer(Mean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(64, DIMS)
+        layer = nn.TransformerEncoderLayer(DIMS, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, history: Tensor) -> Tensor:
+        rows = self.table(history) + self.places(torch.arange(history.shape[1]))
+        padding = history == ITEMS
+        states = self.encoder(rows, src_key_padding_mask=padding)
+        real = (~padding).float().unsqueeze(-1)
+        return (states * real).sum(1) / real.sum(1)
+
+
+class Featured(Mean):
+    """history, country int64 [n], sizes float32 [n, 3] -> vector of length 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.countries = nn.Embedding(5, 4)
+        self.layers = nn.Sequential(
+            nn.Linear(DIMS + 7, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(16, DIMS),
+        )
+
+    def forward(  # type: ignore[override]
+        self, history: Tensor, country: Tensor, sizes: Tensor
+    ) -> Tensor:
+        parts = [super().forward(history), self.countries(country), sizes]
+        return nn.functional.normalize(self.layers(torch.cat(parts, 1)), dim=1)
+
+
+class Items(nn.Module):  # type: ignore[misc]
+    def __init__(self, dims: int = DIMS) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ITEMS, dims)
+
+    def forward(self, item: Tensor) -> Tensor:
+        return self.table(item)
+
+
+def example(**features: Tensor) -> Example:
+    """Example of a history and features."""
+    return Example({"history": HISTORY, **features}, {"item": INDEX}, pad=ITEMS, max_length=40)
+
+
+def bound(module: nn.Module, given: Example | None = None) -> BoundTower:
+    """The module, which is made fit for an import, as the user tower."""
+    given = given or example()
+    return BoundTower(module.eval(), given.user, given, ITEMS, "the user tower")
