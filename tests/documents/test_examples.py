@@ -18,7 +18,10 @@ from tests.integration.program import started
 
 FROM_NOTHING = {
     "docs/tutorial/from-your-data.md",
-    *(f"docs/how-to/import/{each}.md" for each in ("vectors", "implicit")),
+    *(
+        f"docs/how-to/import/{each}.md"
+        for each in ("vectors", "implicit", "torch", "scikit-learn", "item-weights")
+    ),
 }
 """Pages for whoever has nothing yet: an empty folder, no Redis, no settings."""
 
@@ -61,6 +64,8 @@ def nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 
 @pytest.mark.parametrize("block", EXAMPLES, ids=place)
 def test_an_example_runs(block: Block, request: pytest.FixtureRequest) -> None:
+    if block.page.endswith("import/torch.md"):
+        pytest.importorskip("torch")
     shell: Shell = request.getfixturevalue("nothing" if block.page in FROM_NOTHING else "shop")
 
     done = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
