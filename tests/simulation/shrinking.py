@@ -1,11 +1,13 @@
 """A failure made small: the fewest steps after which the same rule still breaks."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from tests.simulation.leftovers import Broken
 from tests.simulation.scenarios import Step
 from tests.simulation.simulation import Simulation
+from tests.simulation.threads import TRACED_SHARE
 
 CHANCES = 3
 """Seeds under which steps are tried: without some of them all else happens at slightly other times."""
@@ -13,44 +15,65 @@ CHANCES = 3
 TRIES = 400
 
 
-def broken(seed: int, steps: Sequence[Step]) -> str | None:
-    """What breaks in the steps under that seed, None if nothing does."""
+class Luck(NamedTuple):
+    """Seed of a simulation, and the share of its threads that may pause between any two lines."""
+
+    seed: int
+    traced_share: float = TRACED_SHARE
+
+    def nearby(self) -> Iterator["Luck"]:
+        """This luck, that of the next seeds, and one under which all threads may pause: races show soonest then."""
+        yield from (Luck(self.seed + more, self.traced_share) for more in range(CHANCES))
+        if self.traced_share < 1:
+            yield Luck(self.seed, 1.0)
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}" + (
+            ", where every thread pauses" if self.traced_share == 1 else ""
+        )
+
+
+def broken(luck: Luck, steps: Sequence[Step]) -> str | None:
+    """What breaks in the steps under that luck, None if nothing does."""
     try:
-        Simulation(seed, steps).run()
+        Simulation(luck.seed, steps, traced_share=luck.traced_share).run()
     except Broken as error:
         return str(error)
     return None
 
 
-def shrunk(seed: int, steps: Sequence[Step]) -> tuple[int, list[Step], str]:
-    """Seed and steps, as few as can be found, that break a rule; and how. After Zeller's delta debugging."""
-    why, kept, size, tries = broken(seed, steps) or "", list(steps), max(1, len(steps) // 2), 0
+def shrunk(seed: int, steps: Sequence[Step]) -> tuple[Luck, list[Step], str]:
+    """Luck and steps, as few as can be found, that break a rule; and how. After Zeller's delta debugging."""
+    luck = Luck(seed)
+    why, kept, size, tries = broken(luck, steps) or "", list(steps), max(1, len(steps) // 2), 0
     while size and tries < TRIES:
         at = len(kept)
         is_smaller = False
         while at > 0 and tries < TRIES:
             rest = kept[: max(0, at - size)] + kept[at:]
-            for chance in range(seed, seed + CHANCES):
+            for chance in luck.nearby():
                 tries += 1
                 if (found := broken(chance, rest)) is not None:
-                    seed, kept, why, is_smaller = chance, rest, found, True
+                    luck, kept, why, is_smaller = chance, rest, found, True
                     break
             at -= size
         size = size if is_smaller and size == 1 else size // 2
-    return _without_pairs(seed, kept, why)
+    return _without_pairs(luck, kept, why)
 
 
-def _without_pairs(seed: int, kept: list[Step], why: str) -> tuple[int, list[Step], str]:
+def _without_pairs(luck: Luck, kept: list[Step], why: str) -> tuple[Luck, list[Step], str]:
     """The same with fewer steps: where none can be left out alone, two of them sometimes can."""
     for pair in itertools.combinations(range(len(kept)), 2):
         rest = [step for at, step in enumerate(kept) if at not in pair]
-        for chance in range(seed, seed + CHANCES):
+        for chance in luck.nearby():
             if (found := broken(chance, rest)) is not None:
                 return _without_pairs(chance, rest, found)
-    return seed, kept, why
+    return luck, kept, why
 
 
-def told(first: int, seed: int, steps: Sequence[Step], why: str) -> str:
+def told(first: int, luck: Luck, steps: Sequence[Step], why: str) -> str:
     """A failure as it is printed: the seed that was run, and what is left of its steps, under another one perhaps."""
     listed = "\n".join(map(str, steps))
-    return f"seed {first} breaks a rule; {len(steps)} of its steps do so under seed {seed}: {why}\n{listed}"
+    return (
+        f"seed {first} breaks a rule; {len(steps)} of its steps do so under {luck}: {why}\n{listed}"
+    )

@@ -33,7 +33,7 @@ from tests.simulation.replicas import REDIS_PORT, Replica, settings
 from tests.simulation.rules import FORGOTTEN_S, Rules
 from tests.simulation.scenarios import REPLICAS, Step
 from tests.simulation.store import SimulatedStore
-from tests.simulation.threads import Lock, Pool, Threads
+from tests.simulation.threads import TRACED_SHARE, Lock, Pool, Threads
 from tests.simulation.virtual_loop import HOST, Host, VirtualLoop, context_of
 from tests.simulation.wires import Wires
 
@@ -57,7 +57,9 @@ NO_NEWS = (
 class Simulation:
     """See the module. `run` raises Broken when a rule does not hold; it runs under `installed`."""
 
-    def __init__(self, seed: int, steps: Sequence[Step]) -> None:
+    def __init__(
+        self, seed: int, steps: Sequence[Step], *, traced_share: float = TRACED_SHARE
+    ) -> None:
         self.seed, self.steps = seed, steps
         self.lines: list[str] = []
         self.keys = Keyspace("default")
@@ -65,7 +67,7 @@ class Simulation:
         self.loop = VirtualLoop(self.wires, START)
         self.wires.loop = self.loop
         self.chance = self._rng("chance")
-        self.threads = Threads(self.loop, self._rng("threads"))
+        self.threads = Threads(self.loop, self._rng("threads"), traced_share)
         self.store = SimulatedStore(self.threads, self._rng("store"))
         self.redis = SimulatedRedis(self.keys, self._redis_time, self._pause)
         self.models = Models(self.threads)

@@ -121,5 +121,5 @@ def test_a_planted_mistake_is_told_in_few_steps(name: str) -> None:
     seed = found(name)
     with installed(), planted(name):
         failure = shrunk(seed, scenario(seed, BIASES.get(name, Bias())))
-    print(told(failure[0], *failure))
+    print(told(seed, *failure))
     assert len(failure[1]) <= STEPS_MAX

@@ -141,13 +141,15 @@ class TracedWork(Work):
 class Threads:
     """All threads of the simulation."""
 
-    def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
+    def __init__(
+        self, loop: VirtualLoop, rng: random.Random, traced_share: float = TRACED_SHARE
+    ) -> None:
         self.loop = loop
         self.rng = rng
         self.context = copy_context()
         self.current: Work | None = None
         self.is_over = False
-        self.traced_share = TRACED_SHARE
+        self.traced_share = traced_share
         self._all: list[Work] = []
 
     def begin(self, call: Callable[[], None], after_s: float) -> Work:
