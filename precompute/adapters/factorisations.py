@@ -16,9 +16,8 @@ from precompute.adapters.folder import ImportReport
 from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.implicit_models import from_implicit
 from precompute.adapters.towers import Fold
-from precompute.adapters.vectors import import_vectors
+from precompute.adapters.vectors import NO_NEW_ITEM, import_vectors
 
-_NEW_ITEMS = "take in an item that it was not fitted on: it has no vector"
 _FEATURES = "use features of a user or item live: they are in the vectors, as of this import"
 
 
@@ -46,7 +45,7 @@ def from_lightfm(
     users = np.column_stack([user_rows, np.ones(len(user_rows), np.float32), user_bias])
     items = np.column_stack([item_rows, item_bias, np.ones(len(item_rows), np.float32)])
     return _of_pair(
-        to, "LightFM", users, items, interactions, (user_ids, item_ids), [_NEW_ITEMS, _FEATURES], seed
+        to, "LightFM", users, items, interactions, (user_ids, item_ids), [NO_NEW_ITEM, _FEATURES], seed
     )  # fmt: skip
 
 
@@ -82,14 +81,13 @@ def from_sklearn(
         weights = user_items if sp.issparse(user_items) else clicks.matrix
         user_vectors = _asked(lambda: model.transform(weights), "give what it was fitted on")
     users = Vectors.of(clicks.users, user_vectors, "user")
-    folds, limits, data = [], [_NEW_ITEMS], clicks.matrix.data
+    folds, limits = [], [NO_NEW_ITEM]
     if is_svd:
-        usual = float(np.median(data)) if len(data) else 1.0
-        rows = items.rows * np.float32(usual)
+        rows = items.rows * np.float32(clicks.usual_weight)
         folds.append(Fold("the model's own projection", rows, 0.0, None, np.zeros_like(rows[0])))
-        if len(data) and data.min() != data.max():
+        if clicks.is_weighted:
             limits.append(
-                f"weigh the clicks of a stranger's history: each counts {usual:g}, the median"
+                f"weigh the clicks of a stranger's history: each counts {clicks.usual_weight:g}, the median"
             )
     name = f"scikit-learn {type(model).__name__}"
     return import_vectors(
@@ -126,7 +124,7 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
     has_features = dataset.user_features is not None or dataset.item_features is not None
     if getattr(inner, "alpha", None) is not None and not has_features:
         return from_implicit(inner, clicks, to=to, user_ids=ids[0], item_ids=ids[1], seed=seed)
-    limits = [_NEW_ITEMS, *([_FEATURES] if has_features else [])]
+    limits = [NO_NEW_ITEM, *([_FEATURES] if has_features else [])]
     distance = getattr(getattr(model, "u2i_dist", None), "name", "DOT")
     if distance == "EUCLIDEAN":
         items = np.asarray(items)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,6 +17,7 @@ from cache.errors import BundleError, ConfigError
 from cache.model.ranking import Metric
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
 from precompute.adapters.given import ClickMatrix, Vectors
 from precompute.bundles.agreement import agreement
@@ -30,6 +30,7 @@ from precompute.bundles.quantize import quantize_tower
 BUNDLE, USERS, CLICKS, SETTINGS, REPORT = (
     "bundle", "user_vectors.parquet", "clicks.parquet", "larder.toml", "import.json"
 )  # fmt: skip
+FEATURES = frozenset({"user_features", "item_features"})
 COMPARED = 256
 """Histories by which the int8 form is compared."""
 
@@ -97,7 +98,7 @@ class ImportReport:
             ),
             f"{self.bundle_bytes:,} bytes in {self.seconds:.1f} s",
             *(f"cannot: {each}" for each in self.cannot),
-            f"next: cd {self.folder}, then larder night and larder serve",
+            f"next: cd {self.folder}, then larder check, larder night and larder serve",
         ]
 
 
@@ -131,6 +132,10 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
     if to.exists() and (not to.is_dir() or (any(to.iterdir()) and not (to / REPORT).exists())):
         raise ConfigError(f"{to} exists and was not made by an import: name another folder")
     to.mkdir(parents=True, exist_ok=True)
+    if not (to / REPORT).exists():
+        write_atomically(
+            to / REPORT, b"{}"
+        )  # so that an import that dies on its way can be run again
     beside = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
     try:
         bundle = _write_bundle(beside, made)
@@ -140,7 +145,10 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     _write_tables(to, made)
-    if not (to / SETTINGS).exists():
+    limits = made.cannot
+    if (to / SETTINGS).exists():
+        limits += _unnamed((to / SETTINGS).read_text(encoding="utf-8"), made)
+    else:
         users = f'user_vectors = "{USERS}"\n' if made.users is not None else ""
         users += "".join(f'{name} = "{name}.parquet"\n' for name in made.features)
         clicks = "# TO DO: files of what users did\ninteractions = []"
@@ -150,10 +158,21 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
     report = ImportReport(
         str(to), made.model, len(made.items.ids), 0 if made.users is None else len(made.users.ids),
         0 if made.clicks is None else int(made.clicks.matrix.nnz), made.items.dims, made.metric, made.fold_in,
-        dict(made.recalls), compared, size_bytes, round(time.perf_counter() - began, 3), made.cannot,
+        dict(made.recalls), compared, size_bytes, round(time.perf_counter() - began, 3), limits,
     )  # fmt: skip
-    write_atomically(to / REPORT, orjson.dumps(report.to_json(), option=orjson.OPT_INDENT_2))
+    write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report
+
+
+def _unnamed(settings: str, made: Imported) -> tuple[str, ...]:
+    """Limits of settings that were kept from before: files of this import that they do not name."""
+    files = [f"{name}.parquet" for name in made.features]
+    files += [USERS] * (made.users is not None) + [CLICKS] * (made.clicks is not None)
+    return tuple(
+        f"use {each}, which {SETTINGS} does not name: it was there, and is kept"
+        for each in files
+        if each not in settings
+    )
 
 
 def _write_bundle(folder: Path, made: Imported) -> Bundle:
@@ -177,7 +196,7 @@ def _write_bundle(folder: Path, made: Imported) -> Bundle:
 
 
 def _write_tables(to: Path, made: Imported) -> None:
-    """Clicks and users' vectors as Parquet; those of an earlier import are removed where there are none."""
+    """Clicks, users' vectors and features as Parquet; those of an earlier import are removed where there are none."""
     part = to / f".{secrets.token_hex(4)}.part"
     try:
         if made.clicks is None:
@@ -193,6 +212,8 @@ def _write_tables(to: Path, made: Imported) -> None:
             )
             pq.write_table(pa.table({"user": made.users.ids, "vector": rows}), part)
             part.replace(to / USERS)
+        for name in FEATURES - made.features.keys():
+            (to / f"{name}.parquet").unlink(missing_ok=True)
         for name, table in made.features.items():
             pq.write_table(table, part)
             part.replace(to / f"{name}.parquet")

@@ -180,6 +180,16 @@ class ClickMatrix:
         ones = np.ones(len(latest), np.float32)
         return cls(sp.csr_matrix((ones, column[latest], indptr), (len(users), items)), users)
 
+    @property
+    def usual_weight(self) -> float:
+        """Median weight of a click; 1 without any."""
+        return float(np.median(self.matrix.data)) if self.matrix.nnz else 1.0
+
+    @property
+    def is_weighted(self) -> bool:
+        """True if clicks weigh differently."""
+        return bool(self.matrix.nnz) and self.matrix.data.min() != self.matrix.data.max()
+
     def sample(self, most: int, least: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Rows of at most `most` users with at least `least` items, in ascending order."""
         enough = np.flatnonzero(np.diff(self.matrix.indptr) >= least)

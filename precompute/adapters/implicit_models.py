@@ -14,7 +14,7 @@ from cache.errors import SourceError
 from precompute.adapters.folder import ImportReport
 from precompute.adapters.given import ClickMatrix, Vectors
 from precompute.adapters.towers import Fold
-from precompute.adapters.vectors import import_vectors
+from precompute.adapters.vectors import NO_NEW_ITEM, import_vectors
 
 _NAMES = ("user_factors", "item_factors", "regularization", "alpha")
 
@@ -41,12 +41,11 @@ def from_implicit(
     name = "implicit" if isinstance(model, str | Path) else f"implicit {type(model).__name__}"
     of_items, of_users = Vectors.of(item_ids, items, "item"), Vectors.of(user_ids, users, "user")
     clicks = ClickMatrix.of(user_items, of_users.ids, of_items.ids)
-    folds, limits = [], ["take in an item that it was not fitted on: it has no vector"]
+    folds, limits = [], [NO_NEW_ITEM]
     if parts.get("alpha") is not None:  # only ALS has confidences
-        weights = clicks.matrix.data
-        confidence = float(parts["alpha"]) * float(np.median(weights) if len(weights) else 1)
+        confidence = float(parts["alpha"]) * clicks.usual_weight
         folds.append(_als(of_items.rows, float(parts["regularization"]), confidence))
-        if len(weights) and weights.min() != weights.max():
+        if clicks.is_weighted:
             limits.append(
                 f"weigh the clicks of a stranger's history: each counts {confidence:g}, alpha times the median weight"
             )

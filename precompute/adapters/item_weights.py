@@ -51,10 +51,9 @@ def from_item_weights(
         clicks, None if user_ids is None else ids_of(user_ids, "user"), names
     )
     limits = ["take in an item that it was not fitted on: it has no weights"]
-    data = of_clicks.matrix.data
-    if len(data) and data.min() != data.max():
+    if of_clicks.is_weighted:
         limits.append("weigh the clicks of a history: each counts 1")
-    if len(data) and np.diff(of_clicks.matrix.indptr).max() > HISTORY_MAX:
+    if np.diff(of_clicks.matrix.indptr).max() > HISTORY_MAX:
         limits.append(f"use more than {HISTORY_MAX} items of a history")
     if dims is None and found.shape[0] <= EXACT_MAX:
         rows = np.eye(found.shape[0], dtype=np.float32)

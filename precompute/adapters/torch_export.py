@@ -190,11 +190,11 @@ def _numpy_of(value: Tensor, what: str) -> np.dtype[Any]:
 
 def _why(error: Exception) -> str:
     """Cause of a failed export, with the operator if it names one, and the remedy."""
-    causes, each = [], BaseException()
-    each = error
+    causes: list[BaseException] = []
+    each: BaseException | None = error
     while each is not None and each not in causes:
         causes.append(each)
-        each = each.__cause__ or each.__context__  # type: ignore[assignment]
+        each = each.__cause__ or each.__context__
     text = "\n".join(map(str, causes))
     if found := re.search(
         r"No (?:ONNX function|decompositions?) found for <?(?:OpOverload\(op=')?([\w.:]+)", text
@@ -206,7 +206,7 @@ def _why(error: Exception) -> str:
 @contextmanager
 def _for_export() -> Iterator[None]:
     """torch's log held back, and attention by its plain operators: the fused one has no ONNX form."""
-    log, level, fast = logging.getLogger("torch.onnx"), 0, torch.backends.mha.get_fastpath_enabled()
+    log, fast = logging.getLogger("torch.onnx"), torch.backends.mha.get_fastpath_enabled()
     level = log.level
     log.setLevel(logging.ERROR)
     torch.backends.mha.set_fastpath_enabled(False)

@@ -17,9 +17,8 @@ from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.torch_export import Example
 from precompute.adapters.torch_towers import from_torch
 from precompute.adapters.traps import TOLERANCE, first_line
-from precompute.adapters.vectors import import_vectors
+from precompute.adapters.vectors import NO_NEW_ITEM, import_vectors
 
-_NO_NEW_ITEM = "take in an item that it was not fitted on: it has no vector"
 _COMPARED = 3
 _EXAMPLES = 64
 
@@ -66,7 +65,7 @@ def from_recbole(
     )
     return import_vectors(
         Path(to), kept_items, kept_users, ClickMatrix.of(clicks, kept_users.ids, kept_items.ids), model=name,
-        cannot=[_NO_NEW_ITEM], seed=seed,
+        cannot=[NO_NEW_ITEM], seed=seed,
     )  # fmt: skip
 
 

@@ -16,6 +16,9 @@ from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.towers import Fold
 from precompute.bundles.bundle_writer import ModelFile
 
+NO_NEW_ITEM = "take in an item that it was not fitted on: it has no vector"
+"""Limit of every model whose items have a vector each."""
+
 
 def from_vectors(
     item_ids: Any,

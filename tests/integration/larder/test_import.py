@@ -12,6 +12,8 @@ import scipy.sparse as sp
 from threadpoolctl import threadpool_limits
 
 from cache.process.redis_server import RedisServer
+from precompute.adapters import folder
+from precompute.adapters.vectors import from_vectors
 from tests.integration.larder.commands import larder, running
 
 USERS, ITEMS, TOP = 120, 90, 20
@@ -111,3 +113,20 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "shop" / "larder.toml").write_text("# changed\n")
     larder(tmp_path, *words)
     assert (tmp_path / "shop" / "larder.toml").read_text() == "# changed\n"
+    told = larder(tmp_path, *words, "--users", "items.npy")
+    assert "cannot: use user_vectors.parquet, which larder.toml does not name" in told
+
+
+def test_an_import_that_died_on_its_way_can_be_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_write_tables", die)
+        with pytest.raises(KeyboardInterrupt):
+            from_vectors(None, np.eye(4, dtype=np.float32), to=tmp_path / "shop")
+
+    report = from_vectors(None, np.eye(4, dtype=np.float32), to=tmp_path / "shop")
+    assert json.loads((tmp_path / "shop" / "import.json").read_text())["items"] == report.items == 4
