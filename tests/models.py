@@ -17,7 +17,8 @@ from cache.model.tower import Histories, Tower
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.index import build_index
 from precompute.bundles.quantize import quantize_tower
-from precompute.bundles.reference import ReferenceData, train
+from precompute.reference.spectral import Shape
+from precompute.reference.train import ReferenceData, train
 
 USERS, ITEMS = 60, 40
 K = 10
@@ -38,7 +39,8 @@ def train_small(
     """The reference model on a few dozen users and items."""
     users, items = interactions()
     ids = [f"item-{number}" for number in range(ITEMS)]
-    return train(ReferenceData(users, items, ids, categories), out, dims=dims, seed=seed)
+    data = ReferenceData(users, items, ids, categories)
+    return train(data, out, dims=dims, seed=seed, shape=Shape())
 
 
 def histories_of(users: int = USERS) -> Histories:

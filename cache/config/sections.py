@@ -76,7 +76,7 @@ class ReferenceConfig:
     """Trainer of the reference bundle, in `[reference]`."""
 
     dims: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Dimensions of a vector."""
+    """Dimensions of a vector at most; fewer are taken where they find as much."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of its random numbers."""
     programs: bool = False

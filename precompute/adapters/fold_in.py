@@ -10,18 +10,17 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from cache.model.ranking import Metric, unpack
+from cache.model.ranking import Metric
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.adapters.given import ClickMatrix
 from precompute.adapters.towers import Fold
-from precompute.bundles.index import best_with, tiles
+from precompute.reference.held_out import recall
 
 HISTORY_MAX = 1024
 USERS_MAX = 1_000
 LEAST = 5
 """Items of a user whose history is cut: four fifths are folded, one fifth is to be found."""
-TOP = 20
 RIDGES = (0.1, 1.0, 10.0)
 """Regularisation of the ridges that are tried, in mean squared lengths of an item's row."""
 STEPS = (1, 2, 4, 8, 16, 32, 64)
@@ -156,30 +155,6 @@ def run(tower: bytes, spec: TowerSpec, histories: Histories) -> NDArray[np.float
         path = Path(folder) / "tower.onnx"
         path.write_bytes(tower)
         return Tower.open(path, spec).run({spec.inputs[0].name: histories})
-
-
-def recall(
-    vectors: NDArray[np.float32],
-    items: NDArray[np.float32],
-    seen: Histories,
-    held: Histories,
-    metric: Metric,
-) -> float:
-    """Mean recall@20 of held-out items among those that were not seen: hits / min(20, number held out)."""
-    top = min(TOP, len(items))
-    keys = np.empty((len(vectors), 0), np.uint64)
-    row_of = np.repeat(np.arange(len(seen)), np.diff(seen.indptr))
-    for start, part in tiles(items, metric):
-        scores = vectors @ part.T
-        inside = (seen.indices >= start) & (seen.indices < start + len(part))
-        scores[row_of[inside], seen.indices[inside] - start] = -np.inf
-        keys = best_with(keys, scores, start, top)
-    lists = unpack(keys, top)[0]
-    shares = [
-        len(np.intersect1d(found, wanted)) / min(top, len(wanted))
-        for found, wanted in zip(lists, _rows(held), strict=True)
-    ]
-    return float(np.mean(shares))
 
 
 def _rows(histories: Histories) -> list[NDArray[np.int64]]:

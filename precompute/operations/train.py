@@ -13,16 +13,20 @@ import pyarrow.compute as pc
 from cache.errors import ConfigError, SourceError
 from precompute.bundles.bundle_store import hand_over
 from precompute.bundles.bundle_swap import put_in_place
-from precompute.bundles.reference import ReferenceData, train
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.erasures.erasure import Erased, all_erasures
+from precompute.reference.train import ReferenceData, train
 from precompute.sources.columns import Ids
 from precompute.sources.files import source_file
 from precompute.sources.interactions import Counted, Numbered
 from precompute.sources.readers import feature_schema, read_features, read_interactions
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
+REPORTED = (
+    "dims", "user_exponent", "item_exponent", "ridge", "recall_at_20", "shapes_tried", "users_held_out", "held_out",
+)  # fmt: skip
+"""Numbers of the choice that a training reports."""
 UNKNOWN = "unknown"
 """Category of an item that has none."""
 
@@ -34,25 +38,33 @@ def train_reference(
     started = time.perf_counter()
     if not config.sources.interactions:
         raise ConfigError("sources.interactions is empty: name the files to train on")
-    users, items, rows = Counted(), Numbered(), 0
+    users, items, times, rows = Counted(), Numbered(), [], 0
     before = parse_time(data_until) if data_until else None
     erased = Erased.of(all_erasures(config.store()))
     read = read_interactions(config.sources, Path(config.base), before=before)
     for batch in map(erased.leave_out, read):
         users.add(batch.users)
         items.add(batch.items)
+        times.append(batch.times)
         rows += len(batch.times)
         progress("read interactions", rows, 0)
     if not rows:
         raise SourceError("the sources hold no interaction to train on")
     user_rows, user_count = users.codes()
     item_rows, item_ids = items.codes(), items.names
-    data = ReferenceData(user_rows, item_rows, item_ids, _categories(config, item_ids))
+    when = np.concatenate(times)
+    is_timed = bool((when != when[0]).any())
+    data = ReferenceData(
+        user_rows, item_rows, item_ids, _categories(config, item_ids), when if is_timed else None
+    )
     target = config.path(config.bundle)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         chosen = config.reference
-        bundle = train(data, beside, dims=chosen.dims, seed=chosen.seed, programs=chosen.programs)
+        bundle = train(
+            data, beside, dims=chosen.dims, seed=chosen.seed, programs=chosen.programs,
+            progress=progress,
+        )  # fmt: skip
         hand_over(config.store(), bundle)
         put_in_place(beside, target)
     finally:
@@ -64,7 +76,7 @@ def train_reference(
         "users": user_count,
         "items": len(item_ids),
         "interactions": rows,
-        "dims": bundle.dims,
+        **{name: bundle.training[name] for name in REPORTED},
         "seconds": round(time.perf_counter() - started, 3),
     }
 

@@ -29,9 +29,10 @@ from cache.process.host import usable_cores
 from cache.process.redis_server import server
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, open_bundle
-from precompute.bundles.reference import ReferenceData, train
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
+from precompute.reference.spectral import Shape
+from precompute.reference.train import ReferenceData, train
 from precompute.scoring.shard import Scorers
 from precompute.scoring.users import ShardWork
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
@@ -67,6 +68,7 @@ def drawn_case(folder: Path) -> Case:
         ReferenceData(owners, histories.indices, [str(each) for each in range(items)]),
         folder,
         dims=DIMS,
+        shape=Shape(),
     )
     return Case(np.empty((0, DIMS), np.float32), np.empty((0, DIMS), np.float32), histories)
 

@@ -20,6 +20,7 @@ ROOMS = (
     "serving.dashboard.terminal", "serving.fast_lookup", "serving.http", "serving.fast_http", "serving.process",
     "serving",
     "precompute.config", "precompute.control", "precompute.sources", "precompute.bulk", "precompute.bundles",
+    "precompute.reference",
     "precompute.adapters",
     "precompute.erasures", "precompute.releases", "precompute.partitions", "precompute.topk", "precompute.device",
     "precompute.builds", "precompute.scoring", "precompute.erasing", "precompute.gates.evidence",

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories, Tower
 from cache.process.host import usable_cores
 from precompute.bundles.bundle import Bundle
-from precompute.bundles.reference import ReferenceData, train
+from precompute.reference.spectral import Shape
+from precompute.reference.train import ReferenceData, train
 
 DATA = "LARDER_BENCH_DATA"
 """Names the folder that holds `gowalla/train.txt.gz` (one line per user: user item item ...)."""
@@ -42,7 +43,9 @@ def real_case(file: Path, folder: Path, users: int, dims: int, *, seed: int = 0)
     histories = Histories.of(rows)
     owners = np.repeat(np.arange(len(rows)), np.diff(histories.indptr))
     names = [str(each) for each in range(int(histories.indices.max()) + 1)]
-    bundle = train(ReferenceData(owners, histories.indices, names), folder, dims=dims)
+    bundle = train(
+        ReferenceData(owners, histories.indices, names), folder, dims=dims, shape=Shape()
+    )
     chosen = np.random.default_rng(seed).permutation(len(rows))[:users]
     given = histories.take(np.sort(chosen))
     return Case(

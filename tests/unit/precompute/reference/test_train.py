@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-import scipy.sparse as sp
 
 from cache.errors import ConfigError, SourceError
 from cache.model.tower import Tower
-from precompute.bundles import reference
-from precompute.bundles.reference import ReferenceData, singular_vectors, spherical_clusters, train
-from tests.models import ITEMS, USERS, histories_of, train_small
+from precompute.reference import train as trainer
+from precompute.reference.affinity import CLUSTERS
+from precompute.reference.spectral import Shape
+from precompute.reference.train import ReferenceData, train
+from tests.models import ITEMS, USERS, histories_of, interactions, train_small
 
 
 def test_the_same_data_and_seed_give_the_same_bundle(tmp_path):
@@ -50,8 +51,36 @@ def test_given_categories_become_the_labels(tmp_path):
 def test_clusters_are_named_by_one_of_their_items(tmp_path):
     labels = train_small(tmp_path).values["user_affinity"].labels
 
-    assert len(set(labels)) == len(labels) == reference.CLUSTERS
+    assert len(set(labels)) == len(labels) == CLUSTERS
     assert all(label.startswith("item-") for label in labels)
+
+
+def test_the_bundle_says_what_was_chosen_and_how_well_it_found_what_was_held_out(tmp_path):
+    users, items = interactions()
+
+    told = train(
+        ReferenceData(users, items, [str(each) for each in range(ITEMS)]), tmp_path
+    ).training
+
+    assert told["shapes_tried"] >= 40 and 0 < told["recall_at_20"] <= 1
+    assert told["held_out"] == "random" and told["users_held_out"] > 0
+    assert {"user_exponent", "item_exponent", "ridge", "dims"} <= set(told)
+
+
+def test_a_choice_with_the_same_seed_gives_the_same_bundle(tmp_path):
+    users, items = interactions()
+    data = ReferenceData(users, items, [str(each) for each in range(ITEMS)])
+
+    first, second = train(data, tmp_path / "a", dims=16), train(data, tmp_path / "b", dims=16)
+
+    assert first.digest == second.digest
+
+
+def test_a_given_shape_is_taken_and_nothing_is_tried(tmp_path):
+    told = train_small(tmp_path, dims=8).training
+
+    assert told["shapes_tried"] == 0 and told["recall_at_20"] is None
+    assert told["dims"] == 8 and told["ridge"] == Shape().ridge
 
 
 def test_one_user_and_one_item_are_enough(tmp_path):
@@ -80,34 +109,12 @@ def test_repeated_interactions_count_once(tmp_path):
     assert once.digest == again.digest
 
 
-def test_randomised_singular_vectors_equal_the_exact_ones():
-    # Given a matrix with a falling spectrum, larger than the randomised basis
-    rng = np.random.default_rng(0)
-    left = np.linalg.qr(rng.standard_normal((400, 120)))[0]
-    right = np.linalg.qr(rng.standard_normal((300, 120)))[0]
-    matrix = sp.csr_matrix(((left * 0.8 ** np.arange(120)) @ right.T).astype(np.float32))
-
-    vectors, spectrum = singular_vectors(matrix, 10, rng)
-
-    assert np.allclose(spectrum, 0.8 ** np.arange(10), rtol=1e-3)
-    assert np.allclose(np.abs((vectors * right[:, :10]).sum(axis=0)), 1, atol=1e-3)
-
-
-def test_clusters_find_separate_directions():
-    directions = np.repeat(np.eye(3, dtype=np.float32), 20, axis=0)
-    found = [spherical_clusters(directions, 3, np.random.default_rng(seed)) for seed in range(20)]
-
-    best = max(found, key=lambda groups: len(np.unique(groups)))
-
-    assert [len(np.unique(best[start : start + 20])) for start in (0, 20, 40)] == [1, 1, 1]
-
-
 def test_a_table_that_no_model_file_holds_is_refused_before_anything_is_computed(
     tmp_path, monkeypatch
 ):
     """2.1 M items of 256 dimensions failed when they were written, after hours."""
-    monkeypatch.setattr(reference, "FILE_BYTES_MAX", 4 * 5 * (8 + 1))
-    monkeypatch.setattr(reference, "singular_vectors", None)
+    monkeypatch.setattr(trainer, "FILE_BYTES_MAX", 4 * 5 * (8 + 1))
+    monkeypatch.setattr(trainer, "singular_vectors", None)
     rows = np.arange(8)
     data = ReferenceData(rows, rows, [str(row) for row in rows])
     with pytest.raises(ConfigError, match=r"8 items of 8 dimensions .* set reference\.dims to 5"):

@@ -1,0 +1,86 @@
+"""What a reference model's shape is chosen by."""
+
+import numpy as np
+import pytest
+
+from precompute.reference import choice
+from precompute.reference.choice import choose
+from precompute.reference.spectral import Shape
+
+USERS, ITEMS, GROUPS = 400, 60, 6
+
+
+def clicks(seed: int = 0, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
+    """(users, items): users who like one of six groups of items, and now and then any other."""
+    rng = np.random.default_rng(seed)
+    users = np.repeat(np.arange(USERS), 8)
+    own = rng.integers(0, ITEMS // GROUPS, len(users)) * GROUPS + users % GROUPS
+    return users, np.where(rng.random(len(users)) < noise, rng.integers(0, ITEMS, len(users)), own)
+
+
+def test_every_shape_is_tried_and_none_finds_more_than_the_chosen_one_by_what_fewer_dims_may_lose():
+    found = choose(*clicks(), ITEMS, 16, np.random.default_rng(0))
+
+    best = max(each.recall for each in found.trials)
+    assert len(found.trials) == len({each.shape for each in found.trials})
+    assert {each.shape.dims for each in found.trials} == {16, 8, 4, 2}
+    assert found.recall is not None and found.recall >= best * (1 - choice.FEWER_DIMS_LOSE)
+
+
+def test_users_of_six_groups_need_no_more_dimensions_than_about_as_many():
+    found = choose(*clicks(noise=0.0), ITEMS, 48, np.random.default_rng(0))
+
+    assert found.shape.dims <= 12 and found.recall > 0.9
+
+
+def test_the_same_seed_chooses_the_same():
+    first, second = (choose(*clicks(), ITEMS, 16, np.random.default_rng(3)) for _ in range(2))
+
+    assert first == second
+
+
+def test_little_data_is_cut_more_than_once_and_by_time_only_once():
+    users, items = clicks()
+    times = np.random.default_rng(0).permutation(len(users))
+
+    at_random = choose(users, items, ITEMS, 8, np.random.default_rng(0))
+    latest = choose(users, items, ITEMS, 8, np.random.default_rng(0), times=times)
+
+    assert at_random.cuts == choice.CUTS and not at_random.is_by_time
+    assert latest.cuts == 1 and latest.is_by_time
+
+
+def test_with_times_the_latest_items_are_held_out(monkeypatch):
+    """Given users who turned from even to odd items, what is to be found is odd."""
+    users, order = np.repeat(np.arange(50), 10), np.tile(np.arange(10), 50)
+    items = np.where(order < 8, 2 * order, 2 * order + 1)
+    mixed = np.random.default_rng(0).permutation(len(users))
+    held = []
+    real = choice.recall
+
+    def caught(vectors, rows, seen, out, metric):
+        held.append(out.indices)
+        return real(vectors, rows, seen, out, metric)
+
+    monkeypatch.setattr(choice, "recall", caught)
+
+    choose(users[mixed], items[mixed], 20, 4, np.random.default_rng(0), times=order[mixed])
+
+    assert held and all((each % 2 == 1).all() for each in held)
+
+
+def test_a_large_data_set_is_judged_on_a_sample_of_whole_users(monkeypatch):
+    monkeypatch.setattr(choice, "SAMPLE", 1_000)
+
+    found = choose(*clicks(), ITEMS, 8, np.random.default_rng(0))
+
+    assert 900 < found.interactions <= 1_000 and found.trials
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_without_a_user_whose_history_can_be_cut_it_is_the_default(repeats):
+    users = np.tile(np.arange(5), repeats)
+
+    found = choose(users, users, 5, 4, np.random.default_rng(0))
+
+    assert found.shape == Shape(dims=4) and not found.trials and found.recall is None

@@ -1,0 +1,108 @@
+"""The reference model's spectrum: products in parts, singular vectors, the damping."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from precompute.reference import spectral
+from precompute.reference.spectral import (
+    Interactions,
+    Shape,
+    matrix_of,
+    singular_vectors,
+    tables,
+)
+
+USERS, ITEMS = 300, 120
+
+
+@pytest.fixture(scope="module")
+def matrix() -> sp.csr_matrix:
+    """Clicks with popular and rare items; some users have none, nor has one item."""
+    rng = np.random.default_rng(0)
+    users, items = rng.integers(0, USERS - 5, 4_000), (ITEMS * rng.random(4_000) ** 2).astype(int)
+    kept = items != 7
+    return matrix_of(users[kept], items[kept], (USERS, ITEMS))
+
+
+def normalised(matrix: sp.csr_matrix, shape: Shape) -> np.ndarray:
+    """The normalised matrix, as the formula says it."""
+    dense = matrix.toarray().astype(np.float64)
+    users, items = dense.sum(axis=1), dense.sum(axis=0)
+    with np.errstate(divide="ignore"):
+        left = np.where(users > 0, users**-shape.user_exponent, 0)
+        right = np.where(items > 0, items**-shape.item_exponent, 0)
+    return left[:, None] * dense * right
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(0.25, 0.2), Shape(0.0, 0.0)])
+def test_the_product_with_the_gram_matrix_is_that_of_the_normalised_matrix(matrix, shape):
+    basis = np.random.default_rng(1).standard_normal((ITEMS, 9)).astype(np.float32)
+    wide = normalised(matrix, shape)
+
+    found = Interactions.of(matrix).gram_times(basis, shape)
+
+    np.testing.assert_allclose(found, wide.T @ (wide @ basis), rtol=2e-4, atol=1e-3)
+
+
+def test_the_bits_of_a_product_do_not_depend_on_cores_or_chunks_of_users(matrix, monkeypatch):
+    basis = np.random.default_rng(1).standard_normal((ITEMS, 9)).astype(np.float32)
+    data, found = Interactions.of(matrix), []
+
+    for cores in (1, 2, 5):
+        monkeypatch.setattr(spectral, "usable_cores", lambda cores=cores: cores)
+        found.append(data.gram_times(basis, Shape()).tobytes())
+
+    assert len(set(found)) == 1
+
+
+def test_singular_vectors_equal_the_exact_ones(matrix):
+    shape = Shape(dims=10)
+
+    found = singular_vectors(Interactions.of(matrix), shape, np.random.default_rng(0), rounds=30)
+
+    _, values, rows = np.linalg.svd(normalised(matrix, shape))
+    np.testing.assert_allclose(found.values[:10], values[:10], rtol=1e-3)
+    cosines = np.abs((found.vectors[:, :4] * rows[:4].T).sum(axis=0))
+    np.testing.assert_allclose(cosines, 1, atol=1e-3)
+
+
+def test_from_the_spectrum_of_a_similar_matrix_two_rounds_are_as_good_as_many(matrix):
+    data, rng = Interactions.of(matrix), np.random.default_rng(0)
+    start = singular_vectors(data, Shape(0.5, 0.4, dims=10), rng, rounds=20)
+
+    found = singular_vectors(data, Shape(0.5, 0.3, dims=10), rng, rounds=2, start=start)
+
+    exact = np.linalg.svd(normalised(matrix, Shape(0.5, 0.3)))[1]
+    np.testing.assert_allclose(found.values[:10], exact[:10], rtol=5e-3)
+
+
+def test_scores_are_those_of_the_ridge_regression_of_the_normalised_matrix(matrix):
+    """With all dimensions: N (N'N + r I)^-1 N'N of the row, normalised and brought back."""
+    shape = Shape(0.5, 0.4, ridge=0.1, dims=ITEMS)
+    data = Interactions.of(matrix)
+    spectrum = singular_vectors(data, shape, np.random.default_rng(0), rounds=30)
+
+    rows, items = tables(spectrum, data.item_degrees, shape)
+
+    wide = normalised(matrix, shape)
+    gram = wide.T @ wide
+    ridge = 0.1 * np.linalg.svd(wide)[1][0] ** 2
+    filtered = np.linalg.solve(gram + ridge * np.eye(ITEMS), gram)
+    clicks, degrees = matrix.toarray(), data.item_degrees
+    known = degrees > 0
+    wanted = (
+        (clicks[:, known] * degrees[known] ** -0.4)
+        @ filtered[known]
+        * np.where(known, np.where(known, degrees, 1) ** 0.4, 0)
+    )
+    np.testing.assert_allclose((clicks @ rows) @ items.T, wanted, atol=2e-3 * wanted.max())
+
+
+def test_an_item_that_nobody_clicked_scores_nothing(matrix):
+    data = Interactions.of(matrix)
+    spectrum = singular_vectors(data, Shape(dims=8), np.random.default_rng(0), rounds=5)
+
+    rows, items = tables(spectrum, data.item_degrees, Shape(dims=8))
+
+    assert not rows[7].any() and not items[7].any()
