@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 
 from cache.model.tower import Histories
-from precompute.reference import held_out
 from precompute.reference.held_out import TOP, recall
 
 
 @pytest.mark.parametrize("users", [1, 7, 40])
-def test_recall_is_the_mean_share_of_held_out_items_among_the_best_unseen_ones(users, monkeypatch):
-    monkeypatch.setattr(held_out, "_ROWS", 7)
+def test_recall_is_the_mean_share_of_held_out_items_among_the_best_unseen_ones(users):
     rng = np.random.default_rng(users)
     items, vectors = rng.standard_normal((90, 5)), rng.standard_normal((users, 5))
     mixed = [rng.permutation(90) for _ in range(users)]

@@ -9,6 +9,7 @@ from precompute.reference.spectral import (
     Interactions,
     Shape,
     matrix_of,
+    orthonormal,
     singular_vectors,
     tables,
 )
@@ -97,6 +98,19 @@ def test_scores_are_those_of_the_ridge_regression_of_the_normalised_matrix(matri
         * np.where(known, np.where(known, degrees, 1) ** 0.4, 0)
     )
     np.testing.assert_allclose((clicks @ rows) @ items.T, wanted, atol=2e-3 * wanted.max())
+
+
+def test_a_basis_becomes_orthonormal_and_a_column_that_adds_nothing_becomes_zero():
+    rng = np.random.default_rng(0)
+    basis = rng.standard_normal((20_000, 6)).astype(np.float32) * np.logspace(0, -4, 6, dtype="f4")
+    basis = np.concatenate([basis, basis[:, :1]], axis=1)
+
+    found = orthonormal(orthonormal(basis))
+
+    inside = found.T.astype(np.float64) @ found
+    np.testing.assert_allclose(inside, np.diag([0, *np.ones(6)]), atol=1e-5)
+    rest = basis - found @ (found.T @ basis)
+    np.testing.assert_allclose(rest, 0, atol=1e-4)
 
 
 def test_an_item_that_nobody_clicked_scores_nothing(matrix):

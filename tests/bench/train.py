@@ -1,0 +1,163 @@
+"""Training of the reference bundle beside the night that follows: seconds and peak memory of both, by users.
+
+Each size has 12 drawn clicks a user, popular and rare items, at random times. `train` (the choice of its numbers
+included) and `night` run as programs of their own, one after the other, over the same files with a real Redis.
+`vs_night` is the time of a training over that of the night (lower is better), of the largest size, by the clock.
+
+`--gowalla FOLDER` (with `train.txt.gz` and `test.txt.gz`, a line for each user: the user, then the items) trains on
+public data instead, and says what the chosen shape finds of the test items: Recall@20 and NDCG@20, all items ranked.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import scipy.sparse as sp
+
+from cache.process.redis_server import server
+from precompute.reference.choice import choose
+from precompute.reference.spectral import Interactions, matrix_of, singular_vectors, tables
+from tests.bench.tools.harness import Options, Ratio, Report, parse
+
+ITEMS, CLICKS, DIMS = 20_000, 12, 128
+USERS, USERS_QUICK = (250_000, 1_000_000, 2_000_000), (50_000,)
+TOP = 20
+STEP = 100_000
+
+
+def write(path: Path, users: int) -> None:
+    """Clicks of users, as Parquet."""
+    rng = np.random.default_rng(0)
+    kinds = {"user": pa.string(), "item": pa.string(), "timestamp": pa.int64()}
+    schema = pa.schema(list(kinds.items()))
+    names = pa.array([f"item-{number}" for number in range(ITEMS)])
+    with pq.ParquetWriter(path, schema) as file:
+        for start in range(0, users, STEP):
+            count = min(STEP, users - start) * CLICKS
+            items = (ITEMS * rng.random(count) ** 2).astype(np.int64)
+            owners = pa.array(start + np.arange(count) // CLICKS).cast(pa.string())
+            times = 1_700_000_000 + rng.integers(0, 10_000_000, count)
+            file.write_table(pa.table([owners, names.take(pa.array(items)), times], schema=schema))
+
+
+def settings(folder: Path, url: str) -> Path:
+    """Settings of both programs."""
+    path = folder / "larder.toml"
+    path.write_text(
+        f'redis_url = "{url}"\nartifacts = "artifacts"\nstate = "state"\nbundle = "bundle"\nshards = 8\n'
+        f'[sources]\ninteractions = ["clicks.parquet"]\n[reference]\ndims = {DIMS}\n'
+        '[tables.user_topk]\nkind = "user_topk"\nk = 20\n'
+    )
+    return path
+
+
+def run(config: Path, command: str) -> tuple[float, float]:
+    """(seconds, peak GiB) of a command of `precompute`."""
+    words = [
+        sys.executable,
+        "-m",
+        "precompute",
+        "--config",
+        str(config),
+        "--quiet",
+        "--json",
+        command,
+    ]
+    started = time.perf_counter()
+    with (config.parent / f"{command}.log").open("wb") as log:
+        to_log = [(os.POSIX_SPAWN_DUP2, log.fileno(), number) for number in (1, 2)]
+        child = os.posix_spawn(sys.executable, words, os.environ, file_actions=to_log)
+        _, status, usage = os.wait4(child, 0)
+    if status:
+        raise RuntimeError((config.parent / f"{command}.log").read_text()[-2_000:])
+    return time.perf_counter() - started, usage.ru_maxrss / (1 << 20)
+
+
+def sizes(report: Report, options: Options) -> None:
+    """Both programs over growing numbers of users."""
+    for users in USERS_QUICK if options.quick else USERS:
+        with TemporaryDirectory() as place, server(Path(place) / "redis") as redis:
+            write(Path(place) / "clicks.parquet", users)
+            config = settings(Path(place), redis.url)
+            trained, training_gib = run(config, "train")
+            told = json.loads((Path(place) / "train.log").read_text().splitlines()[-1])
+            night, night_gib = run(config, "night")
+        report.figures[f"{users:,} users, train"] = f"{trained:.1f} s, {training_gib:.2f} GiB"
+        report.figures[f"{users:,} users, night"] = f"{night:.1f} s, {night_gib:.2f} GiB"
+        report.figures[f"{users:,} users, chosen"] = json.dumps(told)
+        report.ratios["vs_night"] = Ratio(trained / night, 1.0, 1, trained, night)
+
+
+def pairs(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(users, items) of a file with a line for each user."""
+    with gzip.open(path, "rt") as file:
+        rows = [np.array(line.split(), np.int64) for line in file]
+    users = np.concatenate([np.repeat(row[0], len(row) - 1) for row in rows])
+    return users, np.concatenate([row[1:] for row in rows])
+
+
+def found(
+    train: sp.csr_matrix, test: sp.csr_matrix, rows: np.ndarray, items: np.ndarray
+) -> tuple[float, float]:
+    """(Recall@20, NDCG@20), means over users with a test item; recall is hits over test items."""
+    discounts = 1 / np.log2(np.arange(TOP) + 2)
+    ideal, recalls, gains = np.cumsum(discounts), [], []
+    asked = np.flatnonzero(np.diff(test.indptr))
+    for start in range(0, len(asked), 1_000):
+        some = asked[start : start + 1_000]
+        scores = (train[some] @ rows) @ items.T
+        known = train[some].tocoo()
+        scores[known.row, known.col] = -np.inf
+        best = np.argpartition(-scores, TOP, axis=1)[:, :TOP]
+        order = np.argsort(-np.take_along_axis(scores, best, axis=1), axis=1, kind="stable")
+        wanted = test[some].toarray() > 0
+        hits = np.take_along_axis(wanted, np.take_along_axis(best, order, axis=1), axis=1)
+        counts = wanted.sum(axis=1)
+        recalls.append(hits.sum(axis=1) / counts)
+        gains.append(hits @ discounts / ideal[np.minimum(counts, TOP) - 1])
+    return float(np.concatenate(recalls).mean()), float(np.concatenate(gains).mean())
+
+
+def gowalla(report: Report, folder: Path) -> None:
+    """Chosen inside the training data, measured on the test data."""
+    known, wanted = pairs(folder / "train.txt.gz"), pairs(folder / "test.txt.gz")
+    size = [int(max(known[axis].max(), wanted[axis].max())) + 1 for axis in (0, 1)]
+    started = time.perf_counter()
+    rng = np.random.default_rng(0)
+    choice = choose(*known, size[1], 256, rng)
+    data = Interactions.of(matrix_of(*known, size))
+    spectrum = singular_vectors(data, choice.shape, rng, rounds=5)
+    report.figures["train_s"] = time.perf_counter() - started
+    vectors = tables(spectrum, data.item_degrees, choice.shape)
+    recall, gain = found(matrix_of(*known, size), matrix_of(*wanted, size), *vectors)
+    report.figures |= {
+        "chosen": json.dumps(choice.row()),
+        "recall_at_20": recall,
+        "ndcg_at_20": gain,
+    }
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--gowalla", type=Path)
+    given, rest = parser.parse_known_args()
+    options = parse(f"{__doc__.splitlines()[0]} Also: --gowalla FOLDER", rest)
+    report = Report("train", ("numpy", "scipy"))
+    if given.gowalla:
+        gowalla(report, given.gowalla)
+    else:
+        sizes(report, options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()
