@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from cache.model.tower import Histories
 from precompute.config.progress import Progress, quiet
-from precompute.reference.held_out import recall
+from precompute.reference import held_out
 from precompute.reference.spectral import (
+    ROUNDS,
     Interactions,
     Shape,
     Spectrum,
@@ -113,14 +114,16 @@ def choose(
         spectrum: Spectrum | None = None
         for place, shape in enumerate(grid):
             progress("choose", done * len(grid) + place, (len(cuts) + 1) * len(grid))
-            # One exponent away from the last: its subspace is where this one's is looked for.
-            spectrum = singular_vectors(cut.data, shape, rng, rounds=2, start=spectrum)
+            # One exponent away from the last: its subspace is where this one's is looked for. One that had fewer
+            # rounds behind it would find less, and lose to whatever came later.
+            rounds = ROUNDS if spectrum is None else 2
+            spectrum = singular_vectors(cut.data, shape, rng, rounds=rounds, start=spectrum)
             for ridge in RIDGES:
                 each = replace(shape, ridge=ridge)
                 found.setdefault(each, []).append(cut.recall(spectrum, each))
     first = max(found, key=lambda each: float(np.mean(found[each])))
     for cut in cuts:
-        spectrum = singular_vectors(cut.data, first, rng, rounds=4)
+        spectrum = singular_vectors(cut.data, first, rng, rounds=ROUNDS)
         for each in _smaller(first, dims):
             found.setdefault(each, []).append(cut.recall(spectrum, each))
     trials = tuple(Trial(shape, float(np.mean(recalls))) for shape, recalls in found.items())
@@ -182,7 +185,7 @@ class _Cut:
         histories = sp.csr_matrix(
             (ones, self.kept.indices, self.kept.indptr), (len(self.kept), self.data.items)
         )
-        return recall(histories @ rows, vectors, self.kept, self.held, "inner_product")
+        return held_out.recall(histories @ rows, vectors, self.kept, self.held, "inner_product")
 
 
 def _sample(

@@ -23,6 +23,8 @@ PARTS = 8
 """Parts of the users whose products are added up in this order, so that the bits do not depend on the cores."""
 CHUNK = 32_768
 """Users whose product with a basis is held at once by a thread."""
+ROUNDS = 5
+"""Products with which a random basis becomes that of the largest singular values."""
 _OVERSAMPLE = 32
 
 

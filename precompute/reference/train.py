@@ -16,14 +16,19 @@ from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.progress import Progress, quiet
 from precompute.reference.affinity import affinities
 from precompute.reference.choice import Choice, choose
-from precompute.reference.spectral import Interactions, Shape, matrix_of, singular_vectors, tables
+from precompute.reference.spectral import (
+    ROUNDS,
+    Interactions,
+    Shape,
+    matrix_of,
+    singular_vectors,
+    tables,
+)
 
 AFFINITY_SHARPNESS = 8.0
 HISTORY_MAX = 1024
 FILE_BYTES_MAX = 2**31 - 2**20
 """Maximum bytes of a model's weights: Protocol Buffers end at 2 GiB, and the graph wants some."""
-
-_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +82,7 @@ def train(
     )
     matrix = matrix_of(data.user_rows, data.item_rows, (users, items))
     counted = Interactions.of(matrix)
-    spectrum = singular_vectors(counted, chosen.shape, rng, rounds=_ROUNDS)
+    spectrum = singular_vectors(counted, chosen.shape, rng, rounds=ROUNDS)
     history_rows, item_vectors = tables(spectrum, counted.item_degrees, chosen.shape)
     dims = chosen.shape.dims
     centroids, labels = affinities(

@@ -33,7 +33,8 @@ def normalised(matrix: sp.csr_matrix, shape: Shape) -> np.ndarray:
     with np.errstate(divide="ignore"):
         left = np.where(users > 0, users**-shape.user_exponent, 0)
         right = np.where(items > 0, items**-shape.item_exponent, 0)
-    return left[:, None] * dense * right
+    found: np.ndarray = left[:, None] * dense * right
+    return found
 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape(0.25, 0.2), Shape(0.0, 0.0)])
