@@ -26,7 +26,7 @@ class Sources:
     """Inputs of the night, in `[sources]`; paths may hold wildcards and are relative to the configuration file."""
 
     interactions: Annotated[tuple[str, ...], BeforeValidator(_paths)] = ()
-    """Files, folders, wildcards or fsspec URLs of what users did."""
+    """Files, folders, wildcards or fsspec URLs of what users did; may be empty where `user_vectors` is set."""
     format: SourceFormat = "auto"
     """Format of those files; `auto` goes by their names."""
     user_column: Filled = "user"
@@ -47,6 +47,11 @@ class Sources:
     """Vectors of users, of the bundle's dimensions: they are scored from these instead of by its user tower."""
     vector_column: Filled = "vector"
     """Column of vectors, lists of numbers."""
+
+    @property
+    def names_users(self) -> bool:
+        """True if there is a table of users that a night can answer for."""
+        return bool(self.interactions or self.user_vectors)
 
 
 @section

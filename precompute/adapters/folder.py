@@ -152,6 +152,8 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
         users = f'user_vectors = "{USERS}"\n' if made.users is not None else ""
         users += "".join(f'{name} = "{name}.parquet"\n' for name in made.features)
         clicks = "# TO DO: files of what users did\ninteractions = []"
+        if made.users is not None:
+            clicks = "interactions = []     # files of what users did, if you have any: left out of their lists"
         if made.clicks is not None:
             clicks = f'interactions = ["{CLICKS}"]     # left out of their lists; or your own files'
         write_atomically(to / SETTINGS, _SETTINGS.format(users=users, clicks=clicks).encode())

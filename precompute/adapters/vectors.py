@@ -77,9 +77,14 @@ def import_vectors(
     tried = folds or _folds(items.rows, None if users is None else users.rows, clicks, rng)
     chosen = choose(tried, items.rows, clicks, metric, rng)
     limits = list(cannot)
-    if clicks is None:
+    if clicks is None and users is None:
         limits.append(
-            "have a night yet: name what users did in [sources] interactions of larder.toml"
+            "have a night yet: it knows no users; name what they did in [sources] interactions of larder.toml, or "
+            "their vectors in user_vectors"
+        )
+    elif clicks is None:
+        limits.append(
+            "leave out of lists what users chose before, nor judge by what they choose next: there are no clicks"
         )
     made = Imported(
         model, items, chosen.tower, chosen.spec, metric, chosen.name, chosen.recalls, users, clicks, tuple(limits),

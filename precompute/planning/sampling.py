@@ -25,6 +25,7 @@ SEED = 0x5DEECE66D
 
 SMALLEST = 1 << 16
 USERS_MIN = 1024
+_ROWS = pa.schema([("user", pa.string()), ("item", pa.string()), ("time", pa.int64())])
 OWNER = "\x1fowner"
 """A column name that no table of features has."""
 
@@ -85,7 +86,8 @@ class Sample:
             sources.timestamp_column: pa.array(self.times[taken], pa.timestamp("us")),
         }
         file = folder / "interactions.parquet"
-        pq.write_table(pa.table(columns), file)
+        if sources.interactions:
+            pq.write_table(pa.table(columns), file)
 
         def written(table: Any, path: Path) -> str | None:
             if table is None:
@@ -99,7 +101,7 @@ class Sample:
             return str(path)
 
         return replace(
-            sources, interactions=(str(file),), format="parquet",
+            sources, interactions=(str(file),) if sources.interactions else (), format="parquet",
             user_features=written(self.features, folder / "users.parquet"),
             user_vectors=written(self.vectors, folder / "user_vectors.parquet"),
         )  # fmt: skip
@@ -134,7 +136,7 @@ def draw(
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     wanted = min(len(found.smallest), max(USERS_MIN, round(share * found.count)))
     limit = found.smallest[wanted - 1]
-    rows: list[Any] = []
+    rows = [_ROWS.empty_table()]  # of a night without interactions there are no others
     for batch in _read(config, before):
         kept = batch.only(hashes_of(batch.users, SEED) <= limit)
         rows.append(
