@@ -45,8 +45,12 @@ class Sources:
     """Column of an item's category."""
     user_vectors: str | None = None
     """Vectors of users, of the bundle's dimensions: they are scored from these instead of by its user tower."""
+    item_vectors: str | None = None
+    """Vectors of items, of which a night makes its bundle; `bundle` is not set then."""
     vector_column: Filled = "vector"
     """Column of vectors, lists of numbers."""
+    vector_metric: Literal["inner_product", "cosine"] = "inner_product"
+    """Measure by which `item_vectors` are compared."""
 
     @property
     def names_users(self) -> bool:

@@ -96,6 +96,7 @@ def _sources(config: "NightConfig") -> tuple[State, str]:
         (sources.item_features, (sources.item_column,)),
         (sources.user_features, (sources.user_column,)),
         (sources.user_vectors, (sources.user_column, sources.vector_column)),
+        (sources.item_vectors, (sources.item_column, sources.vector_column)),
     ):
         if name:
             feature_schema(source_file(name, base), columns)
@@ -111,6 +112,8 @@ def _bundle(config: "NightConfig") -> tuple[State, str]:
     from precompute.bundles.bundle import Bundle
     from precompute.bundles.bundle_store import handed_over
 
+    if config.sources.item_vectors:
+        return "ok", f"made of {config.sources.item_vectors} by each night"
     folder = config.path(config.bundle)
     if folder.exists():
         bundle = Bundle.read(folder)

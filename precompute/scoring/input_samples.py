@@ -51,7 +51,7 @@ def users_with_vectors(made: Build) -> ShardInput:
 
 
 def given_vectors(made: Build) -> NDArray[np.float32]:
-    """float32 [n, dims]: vectors of all users that bring one, or of the 8,192 with the lowest hashes (so: at random)."""
+    """float32 [n, dims]: vectors of all users that bring one, or of 8,192 with the lowest hashes (so: at random)."""
     parts, count = [], 0
     for found in _slices(made):
         if found.vectors is not None:

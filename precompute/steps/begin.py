@@ -19,6 +19,7 @@ from precompute.builds.build import CUT_FORMAT, Build, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
 from precompute.builds.night import Night, StepRow
 from precompute.builds.sweeping import sweep
+from precompute.builds.vector_bundle import vector_bundle
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
@@ -77,9 +78,16 @@ def run(
         releases.demand_agreement()
         _demand_publishable(releases, cut, is_chosen=data_until is not None)
     until = data_until or run_after
-    with chosen_bundle(config) as bundle:
+    if not config.sources.item_vectors:
+        with chosen_bundle(config) as bundle:
+            demand_feature_types(config, bundle)
+            return _begin(config, bundle, cut, until=until, progress=progress)
+    # Pinned first: what changes from here on, while its bundle is made too, is noticed.
+    pinned = pin(all_files(config))
+    before = parse_time(until) if until else None
+    with vector_bundle(config, pinned[0], before=before) as bundle:
         demand_feature_types(config, bundle)
-        return _begin(config, bundle, cut, until=until, progress=progress)
+        return _begin(config, bundle, cut, until=until, progress=progress, pinned=pinned)
 
 
 def in_night(night: Night) -> StepRow:
@@ -115,9 +123,15 @@ def _demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool)
 
 
 def _begin(
-    config: NightConfig, bundle: Bundle, cut: datetime, *, until: str | None, progress: Progress
+    config: NightConfig,
+    bundle: Bundle,
+    cut: datetime,
+    *,
+    until: str | None,
+    progress: Progress,
+    pinned: tuple[str, list[dict[str, object]]] | None = None,
 ) -> Step:
-    sources_digest, inputs = pin(all_files(config))
+    sources_digest, inputs = pinned or pin(all_files(config))
     store = config.store()
     for _ in range(ERASURE_LOOKS):
         erased = Erased.of(all_erasures(store))

@@ -2,26 +2,22 @@
 
 import json
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from numpy.typing import NDArray
 
 from cache.process.redis_server import RedisServer
 from tests.integration.larder.commands import larder, running
+from tests.integration.larder.vectors import TOP, Floats, asking, best, unit, write
 from tests.polling import until
 
-USERS, ITEMS, DIMS, TOP = 60, 90, 12, 10
+USERS, ITEMS, DIMS = 60, 90, 12
 LATER = "2026-01-30T00:00:00Z"
 FIRST = "2026-01-29T00:00:00Z"
-
-Floats = NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +30,6 @@ def users() -> Floats:
     """Vectors that have something in common, so that a mean says something."""
     rng = np.random.default_rng(2)
     return (rng.normal(size=(USERS, DIMS)) + 0.5 * rng.normal(size=DIMS)).astype(np.float32)
-
-
-def write(path: Path, name: str, prefix: str, rows: Floats) -> None:
-    ids = [f"{prefix}{number}" for number in range(len(rows))]
-    pq.write_table(pa.table({name: ids, "vector": list(rows)}), path)
-
-
-def best(scores: Floats, k: int = TOP) -> list[list[str]]:
-    """Items of each row with the highest scores, as lists of ids."""
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    return [[f"i{item}" for item in row] for row in order.tolist()]
-
-
-def unit(rows: Floats) -> Floats:
-    return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True), np.float32)
 
 
 @pytest.fixture
@@ -64,15 +45,6 @@ def shop(tmp_path: Path, items: Floats, users: Floats, redis_server: RedisServer
     settings.write_text(settings.read_text().replace("k = 100", 'k = 50\nprecision = "f4"'))
     environ = {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
     return tmp_path / "shop", environ
-
-
-def asking(url: str) -> Callable[..., list[dict[str, Any]]]:
-    def ask(table: str, *entities: dict[str, Any]) -> list[dict[str, Any]]:
-        body = {"k": TOP, "entities": list(entities)}
-        answers = httpx.post(f"{url}/v1/lookup/{table}", json=body, timeout=30).json()["answers"]
-        return list(answers)
-
-    return ask
 
 
 def test_known_users_have_their_best_items_strangers_are_folded_in_and_nights_follow_each_other(

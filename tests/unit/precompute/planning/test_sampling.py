@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError, SourceError
 from precompute.config.settings import NightConfig, Sources
 from precompute.planning import sampling
-from precompute.planning.sampling import Distinct, draw
+from precompute.planning.sampling import draw
+from precompute.sources.distinct import Distinct
 from precompute.sources.readers import read_features, read_interactions
 
 USERS = 400
