@@ -23,6 +23,7 @@ from cache.config.shared import SharedConfig, check_name
 from cache.config.tasks import DagConfig
 from cache.errors import ConfigError
 
+DEFAULT_BUNDLE: Final = ".larder/bundle"
 _DEVICE: Final = re.compile(r"auto|off|cpu|cuda(:\d{1,3})?")
 _KIB = 1024
 
@@ -43,7 +44,7 @@ class NightConfig(SharedConfig):
 
     FROM_ENVIRONMENT: ClassVar = (*(SharedConfig.FROM_ENVIRONMENT or ()), "device")
 
-    bundle: Filled = ".larder/bundle"
+    bundle: Filled = DEFAULT_BUNDLE
     """Bundle of models to score with: a folder or an fsspec URL."""
     data_until: str | None = None
     """Cut of the data (ISO 8601; UTC without a zone): what happened from then on is left out."""
@@ -92,6 +93,12 @@ class NightConfig(SharedConfig):
             )
         if self.data_until:
             parse_time(self.data_until)
+        if self.sources.item_vectors and self.bundle != DEFAULT_BUNDLE:
+            raise ConfigError(
+                f"bundle ({self.bundle}) and sources.item_vectors ({self.sources.item_vectors}) are both set: a night "
+                "makes its bundle of the vectors, or takes the one; leave one out",
+                field="bundle",
+            )
         if not self.tables:
             raise ConfigError(
                 "no table is configured; leave [tables] out to build the default ones"

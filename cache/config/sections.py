@@ -26,7 +26,7 @@ class Sources:
     """Inputs of the night, in `[sources]`; paths may hold wildcards and are relative to the configuration file."""
 
     interactions: Annotated[tuple[str, ...], BeforeValidator(_paths)] = ()
-    """Files, folders, wildcards or fsspec URLs of what users did."""
+    """Files, folders, wildcards or fsspec URLs of what users did; may be empty where `user_vectors` is set."""
     format: SourceFormat = "auto"
     """Format of those files; `auto` goes by their names."""
     user_column: Filled = "user"
@@ -45,8 +45,17 @@ class Sources:
     """Column of an item's category."""
     user_vectors: str | None = None
     """Vectors of users, of the bundle's dimensions: they are scored from these instead of by its user tower."""
+    item_vectors: str | None = None
+    """Vectors of items, of which a night makes its bundle; `bundle` is not set then."""
     vector_column: Filled = "vector"
     """Column of vectors, lists of numbers."""
+    vector_metric: Literal["inner_product", "cosine"] = "inner_product"
+    """Measure by which `item_vectors` are compared."""
+
+    @property
+    def names_users(self) -> bool:
+        """True if there is a table of users that a night can answer for."""
+        return bool(self.interactions or self.user_vectors)
 
 
 @section

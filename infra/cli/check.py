@@ -85,21 +85,25 @@ def _sources(config: "NightConfig") -> tuple[State, str]:
     from precompute.sources.readers import feature_schema, read_interactions
 
     sources, base = config.sources, config.path(".")
-    if not sources.interactions:
+    if not sources.names_users:
         return "to do", "[sources] interactions is not set: `larder init` looks for them"
     files = all_files(config)
     first = next(read_interactions(sources, base), None)
     rows = 0 if first is None else len(first.times)
-    if not rows:
+    if sources.interactions and not rows:
         return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
     for name, columns in (
         (sources.item_features, (sources.item_column,)),
         (sources.user_features, (sources.user_column,)),
         (sources.user_vectors, (sources.user_column, sources.vector_column)),
+        (sources.item_vectors, (sources.item_column, sources.vector_column)),
     ):
         if name:
             feature_schema(source_file(name, base), columns)
-    return "ok", f"{len(files)} file{'s' * (len(files) > 1)}; the first {rows:,} rows can be read"
+    found = f"{len(files)} file{'s' * (len(files) > 1)}"
+    if not sources.interactions:
+        return "ok", f"{found}, none of interactions: users are those of {sources.user_vectors}"
+    return "ok", f"{found}; the first {rows:,} rows can be read"
 
 
 def _bundle(config: "NightConfig") -> tuple[State, str]:
@@ -108,6 +112,8 @@ def _bundle(config: "NightConfig") -> tuple[State, str]:
     from precompute.bundles.bundle import Bundle
     from precompute.bundles.bundle_store import handed_over
 
+    if config.sources.item_vectors:
+        return "ok", f"made of {config.sources.item_vectors} by each night"
     folder = config.path(config.bundle)
     if folder.exists():
         bundle = Bundle.read(folder)

@@ -138,7 +138,7 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
         )  # so that an import that dies on its way can be run again
     beside = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
     try:
-        bundle = _write_bundle(beside, made)
+        bundle = bundle_of(made, beside)
         compared = _agreement(bundle, made)
         size_bytes = sum(each.stat().st_size for each in beside.iterdir())
         put_in_place(beside, to / BUNDLE)
@@ -152,6 +152,8 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
         users = f'user_vectors = "{USERS}"\n' if made.users is not None else ""
         users += "".join(f'{name} = "{name}.parquet"\n' for name in made.features)
         clicks = "# TO DO: files of what users did\ninteractions = []"
+        if made.users is not None:
+            clicks = "interactions = []     # files of what users did, if you have any: left out of their lists"
         if made.clicks is not None:
             clicks = f'interactions = ["{CLICKS}"]     # left out of their lists; or your own files'
         write_atomically(to / SETTINGS, _SETTINGS.format(users=users, clicks=clicks).encode())
@@ -175,7 +177,11 @@ def _unnamed(settings: str, made: Imported) -> tuple[str, ...]:
     )
 
 
-def _write_bundle(folder: Path, made: Imported) -> Bundle:
+def bundle_of(made: Imported, folder: Path, **training: Any) -> Bundle:
+    """Write the model into a folder as a bundle; `training` stands in it beside what is known of the fold.
+
+    The same model is the same bytes.
+    """
     dims, spec = made.items.dims, made.user_spec
     return write_bundle(
         folder,
@@ -191,7 +197,12 @@ def _write_bundle(folder: Path, made: Imported) -> Bundle:
             TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", dims),
             entity="item",
         ),
-        training={"imported": made.model, "fold_in": made.fold_in, "recalls": dict(made.recalls)},
+        training={
+            "imported": made.model,
+            "fold_in": made.fold_in,
+            "recalls": dict(made.recalls),
+            **training,
+        },
     )
 
 

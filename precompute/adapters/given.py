@@ -1,5 +1,6 @@
 """Ids, vectors and clicks as a caller has them (arrays, lists, files), checked, in the forms that a folder needs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +17,7 @@ from cache.errors import SourceError
 from cache.model.tower import Histories
 from precompute.sources.columns import read_ids
 from precompute.sources.interactions import Numbered
-from precompute.sources.readers import read_interactions
+from precompute.sources.readers import Interactions, read_interactions
 from precompute.sources.vocabulary import Vocabulary, repeats_in
 
 
@@ -109,7 +110,8 @@ class ClickMatrix:
         if isinstance(given, cls):
             return given
         if isinstance(given, str | Path) and Path(given).suffix != ".npz":
-            return cls._read(Path(given), users, items)
+            table = Sources(interactions=(str(given),))
+            return cls.read(read_interactions(table, Path.cwd()), str(given), users, items)
         if isinstance(given, str | Path):
             try:
                 given = sp.load_npz(given)
@@ -137,8 +139,11 @@ class ClickMatrix:
         return cls(found, texts)
 
     @classmethod
-    def _read(cls, path: Path, users: Any, items: Any) -> Self:
-        """Clicks of a table, as a night reads it; those of users and items that are not known are left out."""
+    def read(cls, batches: Iterable[Interactions], where: str, users: Any, items: Any) -> Self:
+        """Clicks as a night reads them; those of users (None: everybody is) and items that are not known are left out.
+
+        Raises SourceError where that leaves none, naming `where` they came from.
+        """
         columns, numbered, rows, times = (
             Vocabulary.of(pa.chunked_array([items])),
             Numbered(),
@@ -146,7 +151,7 @@ class ClickMatrix:
             [],
         )
         assert columns is not None  # noqa: S101 - ids were checked
-        for batch in read_interactions(Sources(interactions=(str(path),)), Path.cwd()):
+        for batch in batches:
             numbered.add(batch.users)
             rows.append(columns.places(batch.items.names)[batch.items.codes])
             times.append(batch.times)
@@ -159,7 +164,7 @@ class ClickMatrix:
         kept = (row >= 0) & (column >= 0)
         if not kept.any():
             raise SourceError(
-                f"{path}: not one click is of a known user on a known item; are the ids the same?"
+                f"{where}: not one click is of a known user on a known item; are the ids the same?"
             )
         return cls.in_order(row[kept], column[kept], time[kept], names, len(items))
 

@@ -61,11 +61,34 @@ def import_vectors(
     item_tower: ModelFile | None = None,
     features: Mapping[str, Any] | None = None,
 ) -> ImportReport:
-    """Make a folder of checked vectors and clicks; `folds` are tried instead of mean and ridges, if there are any.
+    """Make a folder of checked vectors and clicks; the rest is as in `model_of`."""
+    began = time.perf_counter()
+    made = model_of(
+        items, users, clicks, folds=folds, metric=metric, model=model, cannot=cannot, seed=seed, item_tower=item_tower,
+        features=features,
+    )  # fmt: skip
+    return write_folder(to, made, began)
 
-    `item_tower` is what gave the items' vectors, if it takes more than their index; `features` go beside it.
+
+def model_of(
+    items: Vectors,
+    users: Vectors | None,
+    clicks: ClickMatrix | None,
+    *,
+    folds: Sequence[Fold] = (),
+    metric: Metric = "inner_product",
+    model: str = "vectors",
+    cannot: Sequence[str] = (),
+    seed: int = 0,
+    item_tower: ModelFile | None = None,
+    features: Mapping[str, Any] | None = None,
+) -> Imported:
+    """The model that checked vectors and clicks make, its way of folding a history in chosen by the clicks.
+
+    `folds` are tried instead of mean and ridges, if there are any. `item_tower` is what gave the items' vectors, if it
+    takes more than their index; `features` go beside it.
     """
-    began, rng = time.perf_counter(), np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     if metric not in ("inner_product", "cosine"):
         raise SourceError(f"metric is inner_product or cosine, not {metric!r}")
     if users is not None and users.dims != items.dims:
@@ -77,15 +100,19 @@ def import_vectors(
     tried = folds or _folds(items.rows, None if users is None else users.rows, clicks, rng)
     chosen = choose(tried, items.rows, clicks, metric, rng)
     limits = list(cannot)
-    if clicks is None:
+    if clicks is None and users is None:
         limits.append(
-            "have a night yet: name what users did in [sources] interactions of larder.toml"
+            "have a night yet: it knows no users; name what they did in [sources] interactions of larder.toml, or "
+            "their vectors in user_vectors"
         )
-    made = Imported(
+    elif clicks is None:
+        limits.append(
+            "leave out of lists what users chose before, nor judge by what they choose next: there are no clicks"
+        )
+    return Imported(
         model, items, chosen.tower, chosen.spec, metric, chosen.name, chosen.recalls, users, clicks, tuple(limits),
         item_tower, features or {},
     )  # fmt: skip
-    return write_folder(to, made, began)
 
 
 def _folds(

@@ -40,6 +40,9 @@ from precompute.partitions import catalogue
 from precompute.partitions.shard_files import first_hash
 from precompute.sources.unusable import merged
 
+WITHOUT_INTERACTIONS = "without_interactions"
+"""Fact of a generation whose night was given no table of interactions; no other has it."""
+
 REPORTED = tuple(name for name in NIGHT[: NIGHT.index(SEALED_BY)] if name != "score")
 """Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""
 
@@ -99,6 +102,7 @@ def seal(made: Build) -> Manifest:
             "users_without_input": sum(report["users"]["without_input"] for report in reports),
             "short_lists": sum(report["users"]["short"] for report in reports),
             "interactions": begun["interactions"],
+            **({} if config.sources.interactions else {WITHOUT_INTERACTIONS: True}),
             "interactions_with_unknown_items": begun["unknown_items"],
             "items_without_vector": begun["items_without_vector"],
             "inputs": begun["inputs"],

@@ -2,6 +2,7 @@
 
 bundles/<digest>/...                 the files, never changed
 bundles/<unix ms>-<digest>.json      one for each time a bundle was handed over; the last one counts
+bundles/<unix ms>-<digest>-<sources>.json   one for each bundle that a night made of tables, by the digest of these
 """
 
 import logging
@@ -28,6 +29,7 @@ KEPT = 3
 """Bundles of which the store keeps the files: a generation has its own."""
 
 _RECORD = re.compile(r"(\d{13})-([0-9a-f]{64})\.json")
+_MADE = re.compile(r"(\d{13})-([0-9a-f]{64})-([0-9a-f]{64})\.json")
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,19 @@ class HandedOver(NamedTuple):
         return f"bundles/{self.unix_ms:013d}-{self.digest}.json"
 
 
+class MadeOfTables(NamedTuple):
+    """Record that a night made a bundle of tables, which have the digest `sources`."""
+
+    unix_ms: int
+    digest: str
+    sources: str
+
+    @property
+    def path(self) -> str:
+        """Path of the record in the store, which lists the files."""
+        return f"bundles/{self.unix_ms:013d}-{self.digest}-{self.sources}.json"
+
+
 def handed_over(store: ArtefactStore) -> list[HandedOver]:
     """Records of all bundles that were handed over, the last one last."""
     found = map(_RECORD.fullmatch, store.names("bundles"))
@@ -57,6 +72,14 @@ def hand_over(
     last = handed_over(store)[-1:]
     if last and last[0].digest == bundle.digest:
         return last[0]
+    after = last[0].unix_ms + 1 if last else 0
+    new = HandedOver(max(int(clock() * 1000), after), bundle.digest)
+    _put(store, bundle, new)
+    return new
+
+
+def _put(store: ArtefactStore, bundle: Bundle, record: HandedOver | MadeOfTables) -> None:
+    """The files, then the record, which proves that they are whole."""
     names = sorted(
         each.relative_to(bundle.path).as_posix()
         for each in bundle.path.rglob("*")
@@ -68,11 +91,8 @@ def hand_over(
             shutil.copyfile(bundle.path / name, beside)
         store.put(path)
     _forget_copies(store, bundle.digest)
-    after = last[0].unix_ms + 1 if last else 0
-    new = HandedOver(max(int(clock() * 1000), after), bundle.digest)
-    record = {"name": bundle.name, "version": bundle.version, "files": names}
-    store.write_once(new.path, orjson.dumps(record))
-    return new
+    told = {"name": bundle.name, "version": bundle.version, "files": names}
+    store.write_once(record.path, orjson.dumps(told))
 
 
 @contextmanager
@@ -102,6 +122,38 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def made_of_tables(store: ArtefactStore) -> list[MadeOfTables]:
+    """Records of all bundles that nights made of tables, the last one last."""
+    found = map(_MADE.fullmatch, store.names("bundles"))
+    return sorted(MadeOfTables(int(each[1]), each[2], each[3]) for each in found if each)
+
+
+@contextmanager
+def bundle_made_of(
+    store: ArtefactStore,
+    sources: str,
+    make: Callable[[Path], Bundle],
+    *,
+    clock: Callable[[], float] = time.time,
+) -> Iterator[Bundle]:
+    """The bundle that was made of tables with this digest, from the store; else what `make` puts into a folder.
+
+    That is stored, so a night that is begun once more, on any host, has the same one. Nothing is handed over: a night
+    that takes its bundle elsewhere never meets it.
+    """
+    beside = store.local(f".bundle.{secrets.token_hex(4)}.part")
+    try:
+        known = [each for each in made_of_tables(store) if each.sources == sources]
+        if known:
+            yield _fetched(store, known[0], beside)
+        else:
+            bundle = make(beside)
+            _put(store, bundle, MadeOfTables(int(clock() * 1000), bundle.digest, sources))
+            yield bundle
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
 def chosen_at(config: NightConfig) -> float | None:
     """Time at which the bundle for a night came, Unix seconds; None where there is none."""
     source = config.path(config.bundle)
@@ -113,7 +165,11 @@ def chosen_at(config: NightConfig) -> float | None:
 
 def sweep_bundles(store: ArtefactStore) -> int:
     """Remove the files of all bundles but the last few; how many bundles went."""
+    made = made_of_tables(store)
+    for each in made[:-KEPT]:  # the record first: none may promise files that are gone
+        store.delete(each.path)
     recent = {each.digest for each in handed_over(store)[-KEPT:]}
+    recent |= {each.digest for each in made[-KEPT:]}
     gone = [each for each in store.names("bundles") if len(each) == 64 and each not in recent]
     for digest in gone:
         store.delete(f"bundles/{digest}")
@@ -134,7 +190,7 @@ def _superseding(source: Path, known: list[HandedOver]) -> HandedOver | None:
     return known[-1]
 
 
-def _fetched(store: ArtefactStore, wanted: HandedOver, beside: Path) -> Bundle:
+def _fetched(store: ArtefactStore, wanted: HandedOver | MadeOfTables, beside: Path) -> Bundle:
     raw = store.read(wanted.path)
     if raw is None:
         raise StoreError(f"{wanted.path} is no longer in {store.url}")

@@ -43,8 +43,8 @@ def _build(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def standing_name(config: NightConfig, data_until: str | None) -> str:
     """Name of a night without a cut: when its inputs last changed, so that a repeat finds its own work."""
-    bundle_at = chosen_at(config)
-    if data_until or config.data_until or not config.sources.interactions or bundle_at is None:
+    bundle_at = 0.0 if config.sources.item_vectors else chosen_at(config)  # else it is an input
+    if data_until or config.data_until or not config.sources.names_users or bundle_at is None:
         return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
     newest = max(bundle_at, *map(changed_at, all_files(config)))
     return datetime.fromtimestamp(int(newest), UTC).isoformat()

@@ -15,7 +15,9 @@ from typing import Final
 import redis
 
 from cache.errors import LarderError, NotJudged, Refused, StoreError, TierUnavailable
+from cache.format.manifest import Manifest
 from cache.l2.sync_clients import another
+from precompute.builds.seal import WITHOUT_INTERACTIONS
 from precompute.control.control_keys import Control
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import Gate
@@ -136,6 +138,13 @@ UNANSWERED: Final = (
 
 OVERRIDABLE: Final = frozenset(gate.rule for gate in GATES if not gate.is_integrity) | {LIVE_FILES}
 """Rules on what is unusual: a person may know why it is right."""
+
+
+def asked_of(manifest: Manifest) -> tuple[Gate, ...]:
+    """The rules of GATES that have something to ask: without interactions not those on what users did since."""
+    if not manifest.facts.get(WITHOUT_INTERACTIONS):
+        return GATES
+    return tuple(gate for gate in GATES if not gate.wants_interactions)
 
 
 def demand_overridable(rule: str) -> None:

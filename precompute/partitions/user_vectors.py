@@ -51,12 +51,13 @@ def write_vectors(
     demand_type(feature_schema(path, (column,)).field(column).type, spec, str(path))
     texts, numbers = pa.string(), pa.list_(pa.float32(), dims)
     schema = pa.schema([("user", texts), (HASH, pa.uint64()), (VECTOR, numbers)])
-    used = 0
+    rows_read = used = 0
     paths = [path for n in range(config.shards) for path in shard_paths(folder, n, (USER_VECTORS,))]
     with ShardFiles(paths, schema) as files:
         for ids, values in read_features(
             path, sources.user_column, (column,), source=VECTOR_ROWS, unusable=unusable
         ):
+            rows_read += len(ids)
             unusable.looked_at(VECTOR_ROWS, len(ids))
             found = read_values(values[column], spec)
             if found.bad:
@@ -73,8 +74,11 @@ def write_vectors(
                 shard_of(hashes, config.shards),
             )  # fmt: skip
     if not used:
+        wanted = f"each is a list of {dims} finite numbers, as the bundle's dimensions"
         raise SourceError(
-            f"{path}: column {column!r} has no vector that can be used", column=column
+            f"{path}: column {column!r} has no vector that can be used: "
+            + (f"of its {rows_read:,} rows none is; {wanted}" if rows_read else "it has no rows"),
+            column=column,
         )
 
 

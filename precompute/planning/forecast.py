@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +14,7 @@ from cache.model.input_sample import probe_bytes
 from cache.process.host import usable_cores
 from cache.process.redis_server import server
 from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
+from precompute.builds.vector_bundle import make_bundle
 from precompute.bundles.bundle import Bundle
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import Progress, quiet
@@ -123,17 +125,17 @@ def forecast(
     `requests`: how often each user in a log was asked for; None: `asked.zipf`. Nothing of the namespace is read or
     written.
     """
-    bundle = Bundle.open(config.path(config.bundle))
-    demand_feature_types(config, bundle)
-    config = resized(config, bundle, asked.k)
     until = asked.data_until or config.data_until
-    sample = draw(
-        config, asked.sample, columns=feature_columns(bundle),
-        before=parse_time(until) if until else None, progress=progress,
-    )  # fmt: skip
-    source_users = asked.users or sample.users
+    before = parse_time(until) if until else None
     with TemporaryDirectory(prefix="larder-plan-") as place:
         folder = Path(place)
+        bundle = _bundle(config, folder / "bundle", before)
+        demand_feature_types(config, bundle)
+        config = resized(config, bundle, asked.k)
+        sample = draw(
+            config, asked.sample, columns=feature_columns(bundle), before=before, progress=progress
+        )
+        source_users = asked.users or sample.users
         with server(folder / "redis") as running:
             trial = open_trial(config, sample, folder, running.url)
             shape = _shape(config, trial, asked, source_users)
@@ -178,6 +180,12 @@ def resized(config: NightConfig, bundle: Bundle, k: int | None) -> NightConfig:
         for name, table in configured_tables(config, bundle).items()
     }
     return replace(config, tables=tables)
+
+
+def _bundle(config: NightConfig, folder: Path, before: datetime | None) -> Bundle:
+    if config.sources.item_vectors:
+        return make_bundle(config, folder, before=before)
+    return Bundle.open(config.path(config.bundle))
 
 
 def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int) -> Shape:

@@ -17,41 +17,17 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, Sources
 from precompute.partitions.shard_input import hashes_of
 from precompute.sources.columns import Ids
+from precompute.sources.distinct import Distinct
 from precompute.sources.files import feature_file, source_file
 from precompute.sources.readers import Interactions, read_features, read_interactions
 
 SEED = 0x5DEECE66D
 """Independent of every directory seed, so that a shard is no sample."""
 
-SMALLEST = 1 << 16
 USERS_MIN = 1024
+_ROWS = pa.schema([("user", pa.string()), ("item", pa.string()), ("time", pa.int64())])
 OWNER = "\x1fowner"
 """A column name that no table of features has."""
-
-
-class Distinct:
-    """Count of different 64-bit hashes, from the smallest of them: exact up to SMALLEST, then within 0.4 %.
-
-    The estimator is that of the k minimum values (Beyer et al., SIGMOD 2007).
-    """
-
-    def __init__(self, keep: int = SMALLEST) -> None:
-        self._keep = keep
-        self.smallest: NDArray[np.uint64] = np.empty(0, np.uint64)
-
-    def add(self, hashes: NDArray[np.uint64]) -> None:
-        """Add any number of hashes, any of them again."""
-        if len(self.smallest) == self._keep:
-            hashes = hashes[hashes < self.smallest[-1]]
-        self.smallest = np.union1d(self.smallest, hashes)[: self._keep]
-
-    @property
-    def count(self) -> int:
-        """Estimated number of different hashes."""
-        found = len(self.smallest)
-        if found < self._keep:
-            return found
-        return round((found - 1) / (float(self.smallest[-1]) / 2.0**64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +61,8 @@ class Sample:
             sources.timestamp_column: pa.array(self.times[taken], pa.timestamp("us")),
         }
         file = folder / "interactions.parquet"
-        pq.write_table(pa.table(columns), file)
+        if sources.interactions:
+            pq.write_table(pa.table(columns), file)
 
         def written(table: Any, path: Path) -> str | None:
             if table is None:
@@ -99,7 +76,7 @@ class Sample:
             return str(path)
 
         return replace(
-            sources, interactions=(str(file),), format="parquet",
+            sources, interactions=(str(file),) if sources.interactions else (), format="parquet",
             user_features=written(self.features, folder / "users.parquet"),
             user_vectors=written(self.vectors, folder / "user_vectors.parquet"),
         )  # fmt: skip
@@ -134,7 +111,7 @@ def draw(
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     wanted = min(len(found.smallest), max(USERS_MIN, round(share * found.count)))
     limit = found.smallest[wanted - 1]
-    rows: list[Any] = []
+    rows = [_ROWS.empty_table()]  # of a night without interactions there are no others
     for batch in _read(config, before):
         kept = batch.only(hashes_of(batch.users, SEED) <= limit)
         rows.append(

@@ -3,14 +3,22 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cache.errors import SourceError
 from cache.format.item_table import ItemTable
 from cache.model.input_sample import USERS_MAX, probe_part
+from cache.model.ranking import Metric
 from precompute.builds.build import Build, fetch_partition
 from precompute.bundles.bundle import BundleModel
 from precompute.partitions.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
+from precompute.scoring.drawn_histories import with_drawn_histories
 from precompute.scoring.inputs import usable_inputs
 from precompute.scoring.users import PARTITION
+
+SEED = 0
+"""Seed of histories that are drawn; the gates draw others."""
 
 FIRST_SLICES = 4
 """Slices written before more of a shard is: they nearly always hold the samples that are wanted."""
@@ -32,16 +40,52 @@ def _slices(made: Build) -> Iterator[ShardInput]:
                 break
 
 
-def sample_inputs(made: Build, items: ItemTable, model: BundleModel) -> ShardInput:
-    """Real inputs of the first slice that holds any which the model can use."""
+def lacks_histories(made: Build, model: BundleModel) -> bool:
+    """True for a model of histories in a night without interactions, where nobody has one."""
+    return not made.config.sources.interactions and model.spec.history is not None
+
+
+def users_with_vectors(made: Build) -> ShardInput:
+    """Users of the first slice in which any brings a vector; there is one, or `begin` had refused."""
+    return next(found for found in _slices(made) if found.has_vector.any())
+
+
+def given_vectors(made: Build) -> NDArray[np.float32]:
+    """float32 [n, dims]: vectors of all users that bring one, or of 8,192 with the lowest hashes (so: at random)."""
+    parts, count = [], 0
+    for found in _slices(made):
+        if found.vectors is not None:
+            parts.append(found.vectors[found.has_vector][: USERS_MAX - count])
+            count += len(parts[-1])
+        if count >= USERS_MAX:
+            break
+    return np.concatenate(parts)
+
+
+def sample_inputs(
+    made: Build, items: ItemTable, model: BundleModel, *, metric: Metric = "inner_product"
+) -> ShardInput:
+    """Real inputs of the first slice that holds any which the model can use; histories are drawn if nobody has one.
+
+    `metric` is the bundle's, by which they are drawn.
+    """
+    if lacks_histories(made, model):
+        return with_drawn_histories(users_with_vectors(made), items, metric, seed=SEED)
     for found in _slices(made):
         if len(usable_inputs(items, found, {model.name: model.spec})[0]):
             return found
     raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
 
 
-def probe_inputs(made: Build, items: ItemTable, model: BundleModel) -> tuple[ShardInput, list[Any]]:
-    """Inputs as `sample_inputs` finds them, and the parts of the probe: slice after slice, until it is full."""
+def probe_inputs(
+    made: Build, items: ItemTable, model: BundleModel, *, metric: Metric = "inner_product"
+) -> tuple[ShardInput, list[Any]]:
+    """Inputs as `sample_inputs` finds them, and the parts of the probe: slice after slice, until it is full.
+
+    Drawn histories are in no probe: no answer was computed from them.
+    """
+    if lacks_histories(made, model):
+        return sample_inputs(made, items, model, metric=metric), []
     sample, parts, count = None, [], 0
     for found in _slices(made):
         rows = usable_inputs(items, found, {model.name: model.spec})[0][: USERS_MAX - count]

@@ -103,7 +103,12 @@ def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
 def all_files(config: NightConfig) -> list[SourceFile]:
     """All inputs of a night but its bundle."""
     sources = config.sources
-    tables = (sources.user_features, sources.item_features, sources.user_vectors)
+    tables = (
+        sources.user_features,
+        sources.item_features,
+        sources.user_vectors,
+        sources.item_vectors,
+    )
     return source_files([*sources.interactions, *filter(None, tables)], config.path("."))
 
 

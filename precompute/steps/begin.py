@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
-
-import orjson
+from functools import partial
 
 from cache.errors import (
     ConfigError,
@@ -15,12 +14,12 @@ from cache.errors import (
     SourceError,
     StoreError,
 )
-from cache.store.artefacts import generation_path, take_file, write_atomically
+from cache.store.artefacts import generation_path, take_file
 from precompute.builds.build import CUT_FORMAT, Build, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
 from precompute.builds.night import Night, StepRow
 from precompute.builds.sweeping import sweep
-from precompute.builds.tables import configured_tables, layout_of
+from precompute.builds.vector_bundle import vector_bundle
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
@@ -36,6 +35,8 @@ from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import kinds_of
 from precompute.releases.registry import open_releases
 from precompute.releases.release_log import CUT_CHARS, ReleaseLog
+from precompute.scoring.defaults import FILE as DEFAULTS
+from precompute.scoring.defaults import write_defaults
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
 from precompute.sources.files import all_files, pin
@@ -65,10 +66,10 @@ def run(
     if moment is None:
         raise ConfigError("a night needs a cut: give data_until, or the scheduler's run_after")
     cut = parse_time(moment)
-    if not config.sources.interactions:
+    if not config.sources.names_users:
         raise ConfigError(
-            "sources.interactions is empty: name the files the night is computed from, in the file given by "
-            "--config or LARDER_CONFIG"
+            "sources.interactions is empty, and so is sources.user_vectors: name the files the night is computed "
+            "from, in the file given by --config or LARDER_CONFIG"
         )
     with open_releases(config) as releases:  # before hours of work that could not be published
         sweep_copies(releases.store)
@@ -77,9 +78,16 @@ def run(
         releases.demand_agreement()
         _demand_publishable(releases, cut, is_chosen=data_until is not None)
     until = data_until or run_after
-    with chosen_bundle(config) as bundle:
+    if not config.sources.item_vectors:
+        with chosen_bundle(config) as bundle:
+            demand_feature_types(config, bundle)
+            return _begin(config, bundle, cut, until=until, progress=progress)
+    # Pinned first: what changes from here on, while its bundle is made too, is noticed.
+    pinned = pin(all_files(config))
+    before = parse_time(until) if until else None
+    with vector_bundle(config, pinned[0], before=before) as bundle:
         demand_feature_types(config, bundle)
-        return _begin(config, bundle, cut, until=until, progress=progress)
+        return _begin(config, bundle, cut, until=until, progress=progress, pinned=pinned)
 
 
 def in_night(night: Night) -> StepRow:
@@ -115,9 +123,15 @@ def _demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool)
 
 
 def _begin(
-    config: NightConfig, bundle: Bundle, cut: datetime, *, until: str | None, progress: Progress
+    config: NightConfig,
+    bundle: Bundle,
+    cut: datetime,
+    *,
+    until: str | None,
+    progress: Progress,
+    pinned: tuple[str, list[dict[str, object]]] | None = None,
 ) -> Step:
-    sources_digest, inputs = pin(all_files(config))
+    sources_digest, inputs = pinned or pin(all_files(config))
     store = config.store()
     for _ in range(ERASURE_LOOKS):
         erased = Erased.of(all_erasures(store))
@@ -194,18 +208,15 @@ def _prepare(
         pinned = pinning.result()
     if not seen.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
-    defaults = {}
-    for name, table in configured_tables(config, bundle).items():
-        if layout_of(bundle, table).kind == "topk":
-            ids, scores = catalogue.popular(items, seen.popularity, table.k)
-            defaults[name] = {"items": ids, "scores": scores}
-    write_atomically(
-        build.path("defaults.json"), orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS)
-    )
+    counts_clicks = bool(config.sources.interactions)  # else `embed_items` makes the defaults
+    if counts_clicks:
+        popular = partial(catalogue.popular, items, seen.popularity)
+        write_defaults(build, bundle, lambda table: popular(table.k))
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
     kinds = kinds_of(facts)
     files = [
-        catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX, "defaults.json",
+        catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX,
+        *([DEFAULTS] if counts_clicks else []),
         *(f"models/{model.name}.fp32.onnx" for model in bundle.models),
         *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
         *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in kinds),

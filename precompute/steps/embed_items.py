@@ -7,14 +7,20 @@ from typing import Any
 import numpy as np
 
 from cache.errors import Refused
+from cache.format.item_table import ItemTable
 from precompute.builds.build import Build, fetch_items, open_bundle
 from precompute.builds.copies import on_this_host
 from precompute.builds.night import Night, StepRow
+from precompute.builds.tables import metric_of
 from precompute.bulk.headroom import writes_files
+from precompute.bundles.bundle import Bundle
 from precompute.config.devices import device_of
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
+from precompute.scoring.defaults import FILE as DEFAULTS
+from precompute.scoring.defaults import favourites_of, write_defaults
+from precompute.scoring.input_samples import given_vectors
 from precompute.scoring.shard import embed_catalogue, open_item_features
 from precompute.scoring.tables import GrowingFile
 from precompute.scoring.towers import open_tower
@@ -23,7 +29,10 @@ from precompute.scoring.towers import open_tower
 @writes_files
 @on_this_host
 def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
-    """The item tower over the whole catalogue; every shard compares with these vectors."""
+    """The item tower over the whole catalogue; every shard compares with these vectors.
+
+    In a night without interactions the defaults follow from them, which `begin` made otherwise.
+    """
     made = Build.of(config, build)
     if (done := made.read_report("embed_items")) is not None:
         return done
@@ -46,9 +55,22 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
             written += len(vectors)
             progress("embed items", written, items.count)
     made.finish(catalogue.VECTORS)
+    if not config.sources.interactions:
+        _write_defaults(made, bundle, catalogue.open_items(made.root, begun, dims=bundle.dims))
     report = {"items": items.count, "dims": bundle.dims, "seconds": time.perf_counter() - started}
     made.report("embed_items", report)
     return report
+
+
+def _write_defaults(made: Build, bundle: Bundle, items: ItemTable) -> None:
+    """Defaults where nothing says what is popular: what suits known users best, on average."""
+    users = given_vectors(made)
+    write_defaults(
+        made,
+        bundle,
+        lambda table: favourites_of(items, users, metric_of(bundle, table), table.k),
+    )
+    made.finish(DEFAULTS)
 
 
 def in_night(night: Night) -> StepRow:

@@ -14,7 +14,7 @@ from precompute.bulk.headroom import writes_files
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
-from precompute.scoring.input_samples import probe_inputs, sample_inputs
+from precompute.scoring.input_samples import lacks_histories, probe_inputs, sample_inputs
 from precompute.scoring.live_models import quantize_models
 from precompute.scoring.shard import open_item_features
 
@@ -32,13 +32,18 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     for model in bundle.models:
         fetch_model(made, model)
     items = catalogue.open_items(made.root, begun, dims=bundle.dims)
-    users, parts = probe_inputs(made, items, bundle.user_tower)
-    made.finish(write_probe(made.root, parts))
+    users, parts = probe_inputs(made, items, bundle.user_tower, metric=bundle.metric)
+    if parts:
+        made.finish(write_probe(made.root, parts))
     models = quantize_models(
         bundle,
         made.root / "models",
         items,
-        lambda model: users if model is bundle.user_tower else sample_inputs(made, items, model),
+        lambda model: (
+            users
+            if model is bundle.user_tower
+            else sample_inputs(made, items, model, metric=bundle.metric)
+        ),
         item_features={
             model.name: open_item_features(made, model.spec, items.count)
             for model in bundle.models
@@ -49,12 +54,18 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         if found.int8:
             made.finish(f"models/{name}.int8.onnx")
     progress("quantize", len(models), len(models))
+    how: dict[str, dict[str, Any]] = {
+        model.name: {"histories": "drawn"} if lacks_histories(made, model) else {}
+        for model in bundle.models
+    }
     report = {
         "models": {
-            name: asdict(model_entry(made, bundle, name, found.int8, found.agreement))
+            name: asdict(
+                model_entry(made, bundle, name, found.int8, {**found.agreement, **how[name]})
+            )
             for name, found in models.items()
         },
-        "probe": asdict(made.describe(PROBE)),
+        "probe": asdict(made.describe(PROBE)) if parts else None,
         "seconds": time.perf_counter() - started,
     }
     made.report("quantize", report)

@@ -29,6 +29,7 @@ from precompute.gates.judge import (
     INTEGRITY,
     LIVE_FILES,
     OPENS,
+    asked_of,
     is_unanswered,
     overridden,
     run_gates,
@@ -73,8 +74,11 @@ def run(
         verdicts = overridden(found, ledger.overrides.get(made.generation, {}))
         # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
         _demand_still(made, releases)
+        left_out = [gate.rule for gate in GATES if gate not in asked_of(manifest)]
+        unasked: Step = {"gates_left_out": left_out} if left_out else {}
         manifest = replace(
             manifest,
+            facts={**manifest.facts, **unasked},
             gates=tuple(each.to_json() for each in verdicts),
             timings={
                 **manifest.timings,
@@ -96,13 +100,17 @@ def run(
         made.store.write(path, manifest.to_bytes())
         made.report("verified", {"run_ids": nodes, "baseline": ledger.live})
         releases.mark_verified(made.generation, attempt=attempt)
-    return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
+    return {
+        "generation": made.generation, "gates": len(manifest.gates), "verified": True, **unasked,
+    }  # fmt: skip
 
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
     found = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
-    return StepRow(found, f"{found['gates']} gates passed")
+    left_out = ", ".join(found.get("gates_left_out", ()))
+    told = f"; left out, for there are no interactions: {left_out}" if left_out else ""
+    return StepRow(found, f"{found['gates']} gates passed{told}")
 
 
 def _demand_still(made: Build, releases: Releases) -> None:
@@ -168,9 +176,10 @@ def _judged(
     verdicts.append(replace(found, rule=LIVE_FILES))
     limits = replace(limits, total_s=limits.total_s - (time.monotonic() - started))
     try:
-        for number, each in enumerate(run_gates(opened[0], limits=limits), 1):
+        gates = asked_of(manifest)
+        for number, each in enumerate(run_gates(opened[0], gates, limits=limits), 1):
             verdicts.append(each)
-            progress("verify", number, len(GATES))
+            progress("verify", number, len(gates))
     except NotJudged:
         # What is wrong stays wrong, whatever did not answer: gates behind it may have choked on just that.
         if all(each.passed for each in verdicts if each.rule in INTEGRITY):

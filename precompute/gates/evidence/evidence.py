@@ -16,15 +16,20 @@ from cache.format.manifest import Manifest, Table
 from cache.model.tower import Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import generation_path
+from precompute.builds.seal import WITHOUT_INTERACTIONS
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.index import lengths_of
 from precompute.gates.evidence.scan import Scan, read_records, scan_table
 from precompute.gates.evidence.user_sample import UserSample, sample_users
 from precompute.partitions.catalogue import ITEM_FEATURES, item_texts, ordinals_of_texts
 from precompute.partitions.item_features import ItemFeatures
+from precompute.partitions.shard_input import ShardInput
+from precompute.scoring.drawn_histories import with_drawn_histories
 from precompute.scoring.inputs import bind, usable_inputs
 
 ITEM_STRATUM = 64
+DRAWN_SEED = 1
+"""Seed of histories that are drawn, others than those that the night calibrates on."""
 
 
 def few(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -139,10 +144,26 @@ class Evidence:
         """All sampled items, ascending."""
         return np.unique(np.concatenate(list(self.item_strata.values())))
 
-    def user_inputs(self, model: BundleModel) -> tuple[Inputs, NDArray[np.int64]]:
-        """(inputs, rows of the sample that have them) for a model of users."""
+    @cached_property
+    def _drawn(self) -> ShardInput:
+        return with_drawn_histories(
+            self.users.users, self.items, self.bundle.metric, seed=DRAWN_SEED
+        )
+
+    def compared(self, model: BundleModel) -> ShardInput:
+        """Users on whose inputs the forms of a model are compared: the sampled ones.
+
+        Where the night has no interactions and the model wants a history, with histories that are drawn.
+        """
+        is_drawn = self.manifest.facts.get(WITHOUT_INTERACTIONS) and model.spec.history is not None
+        return self._drawn if is_drawn else self.users.users
+
+    def user_inputs(
+        self, model: BundleModel, users: ShardInput | None = None
+    ) -> tuple[Inputs, NDArray[np.int64]]:
+        """(inputs, rows that have them) for a model of users, of the sampled ones or of these."""
         usable, histories, features = usable_inputs(
-            self.items, self.users.users, {model.name: model.spec}
+            self.items, self.users.users if users is None else users, {model.name: model.spec}
         )
         bound = bind(
             model.spec,

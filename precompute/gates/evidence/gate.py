@@ -11,11 +11,15 @@ Measure = Callable[[Candidate], Measured]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A rule; one of `integrity` is on what is simply wrong, and nobody may wave it through."""
+    """A rule; one of `integrity` is on what is simply wrong, and nobody may wave it through.
+
+    One that `wants_interactions` is left out of a night that was given none: it has nothing to ask.
+    """
 
     rule: str
     is_integrity: bool
     measure: Measure
+    wants_interactions: bool = False
 
     def __call__(self, candidate: Candidate) -> Measured:
         """Measures a candidate; what it reads may make it raise anything."""
@@ -27,6 +31,6 @@ def integrity(rule: str) -> Callable[[Measure], Gate]:
     return lambda measure: Gate(rule, True, measure)
 
 
-def judgement(rule: str) -> Callable[[Measure], Gate]:
+def judgement(rule: str, *, wants_interactions: bool = False) -> Callable[[Measure], Gate]:
     """Decorator of a rule on what is unusual: a person may know why it is right."""
-    return lambda measure: Gate(rule, False, measure)
+    return lambda measure: Gate(rule, False, measure, wants_interactions)

@@ -19,7 +19,7 @@ PAIRS_MIN: Final = 200
 """Least number of held-out choices to judge by: below it, one user more or less would move the figure by percents."""
 
 
-@judgement("heldout_recall")
+@judgement("heldout_recall", wants_interactions=True)
 def heldout_recall(candidate: Candidate) -> Measured:
     """Share of sampled users' newer choices that their lists hold, against the live generation's lists.
 

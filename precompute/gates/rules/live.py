@@ -130,7 +130,7 @@ def list_jaccard(candidate: Candidate) -> Measured:
     return at_least(found[worst], threshold, _noted(candidate, worst), candidate.baseline)
 
 
-@judgement("stale_lists")
+@judgement("stale_lists", wants_interactions=True)
 def stale_lists(candidate: Candidate) -> Measured:
     """Share of users with interactions since the live generation's cut whose lists are the live ones all the same."""
     threshold = candidate.thresholds.stale_lists

@@ -138,6 +138,7 @@ def int8_agreement(candidate: Candidate) -> Measured:
         return not_measured(threshold, f"no model is quantized: {why}")
     named, worst = worst_of(overlaps)
     note = f"{figures[named]} of {named} with fp32, the worst of {', '.join(overlaps)}"
+    note += _of_what(candidate, named)
     return at_least(worst, threshold, note)
 
 
@@ -156,7 +157,7 @@ def int8_overlap(candidate: Candidate) -> Measured:
     if not overlaps:
         return not_measured(threshold, "no model of lists or labels is quantized")
     named, worst = worst_of(overlaps)
-    return at_least(worst, threshold, f"{named}, measured again")
+    return at_least(worst, threshold, f"{named}, measured again{_of_what(candidate, named)}")
 
 
 @judgement("int8_cosine")
@@ -172,7 +173,13 @@ def int8_cosine(candidate: Candidate) -> Measured:
     if not cosines:
         return not_measured(threshold, "no model is quantized")
     named, worst = worst_of(cosines)
-    return at_least(worst, threshold, f"{named}, measured again")
+    return at_least(worst, threshold, f"{named}, measured again{_of_what(candidate, named)}")
+
+
+def _of_what(candidate: Candidate, model: str) -> str:
+    """A note's end where no user had the history that this model wants."""
+    is_drawn = candidate.manifest.models[model].agreement.get("histories") == "drawn"
+    return ", on histories that were drawn" if is_drawn else ""
 
 
 def _quantized(candidate: Candidate) -> list[tuple[BundleModel, Model]]:
@@ -190,7 +197,7 @@ def _outputs(
     """(full precision, int8, rows of the sample)."""
     evidence = candidate.evidence
     if model.entity == "user":
-        inputs, rows = evidence.user_inputs(model)
+        inputs, rows = evidence.user_inputs(model, evidence.compared(model))
     else:
         rows = evidence.item_rows_for(model)
         inputs = evidence.item_inputs(model, rows)
@@ -204,7 +211,8 @@ def _lists(candidate: Candidate, model: BundleModel, entry: Model) -> float:
     exact, approximate, rows = _outputs(candidate, model, entry)
     if not len(exact):
         return float("nan")
-    seen: Histories = candidate.evidence.seen.take(rows)
+    users = candidate.evidence.compared(model)
+    seen = Histories(users.indptr, users.ordinals).take(rows)
     some = few(np.arange(len(exact)), LISTS)
     exact, approximate, seen = exact[some], approximate[some], seen.take(some)
     found = list_overlaps(

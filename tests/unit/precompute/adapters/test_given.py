@@ -11,6 +11,7 @@ import scipy.sparse as sp
 from cache.errors import SourceError
 from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.vectors import from_vectors
+from precompute.config.settings import night_config
 from tests.unit.precompute.adapters.written import taste_clicks
 
 CLICKS = taste_clicks()
@@ -258,3 +259,18 @@ class TestTogether:
         report = from_vectors(None, ITEMS, None, USERS, to=tmp_path / "out", clicks=CLICKS)
 
         assert (report.users, report.items, report.clicks) == (120, 80, CLICKS.nnz)
+
+    def test_vectors_of_users_are_enough_for_a_night_and_what_it_lacks_is_told(self, tmp_path):
+        report = from_vectors(None, ITEMS, None, USERS, to=tmp_path / "out")
+
+        assert (report.users, report.clicks, report.fold_in) == (120, 0, "mean")
+        assert [each for each in report.cannot if "there are no clicks" in each]
+        assert not [each for each in report.cannot if "have a night yet" in each]
+        sources = night_config(str(tmp_path / "out/larder.toml"), {}).sources
+        assert sources.names_users and not sources.interactions
+
+    def test_items_alone_are_not(self, tmp_path):
+        report = from_vectors(None, ITEMS, to=tmp_path / "out")
+
+        assert [each for each in report.cannot if each.startswith("have a night yet: ")]
+        assert not night_config(str(tmp_path / "out/larder.toml"), {}).sources.names_users

@@ -10,10 +10,12 @@ from cache.errors import BundleError, ConfigError
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import (
+    bundle_made_of,
     chosen_at,
     chosen_bundle,
     hand_over,
     handed_over,
+    made_of_tables,
     sweep_bundles,
 )
 from precompute.config.settings import NightConfig
@@ -110,3 +112,50 @@ def test_a_remote_store_leaves_no_copy_of_a_bundle_on_a_host(host, tmp_path):
     assert chosen(a) == digest == chosen(b)
     assert not list(tmp_path.rglob("bundles/*/*"))
     assert not list(tmp_path.rglob("*.part"))
+
+
+def from_tables(config, sources, make=lambda _folder: pytest.fail("it is there")) -> str:
+    with bundle_made_of(config.store(), sources, make) as bundle:
+        bundle.verify()
+        return bundle.digest
+
+
+def test_a_bundle_that_was_made_of_tables_is_made_once_for_all_hosts(host, tmp_path):
+    remote = f"memory://{tmp_path.name}"
+    a, b = (replace(host(name), artifacts=remote) for name in "ab")
+
+    digest = from_tables(a, "1" * 64, lambda folder: train_small(folder, dims=3))
+
+    assert from_tables(b, "1" * 64) == from_tables(a, "1" * 64) == digest
+    assert from_tables(b, "2" * 64, lambda folder: train_small(folder, dims=4)) != digest
+
+
+def test_a_bundle_that_was_made_of_tables_follows_no_other(host):
+    mine = deliver(host("a"), 1)
+    assert chosen(host("a")) == mine
+    from_tables(host("a"), "1" * 64, lambda folder: train_small(folder, dims=7))
+
+    assert chosen(host("a")) == mine == chosen(host("b"))
+    assert len(handed_over(host("a").store())) == 1
+
+
+def test_bundles_made_of_tables_are_swept_with_their_records(host, monkeypatch):
+    monkeypatch.setattr(bundle_store, "KEPT", 2)
+    store, times = host("a").store(), itertools.count(1_000)
+    mine = deliver(host("a"), 1)
+    assert chosen(host("a")) == mine
+    digests = []
+    for number in range(3):
+        with bundle_made_of(
+            store, f"{number}" * 64, lambda folder, dims=4 + number: train_small(folder, dims=dims),
+            clock=lambda: next(times),
+        ) as bundle:  # fmt: skip
+            digests.append(bundle.digest)
+
+    assert sweep_bundles(store) == 1
+
+    assert {each for each in store.names("bundles") if len(each) == 64} == {mine, *digests[1:]}
+    assert [each.digest for each in made_of_tables(store)] == digests[1:]
+    assert (
+        from_tables(host("a"), "0" * 64, lambda folder: train_small(folder, dims=4)) == digests[0]
+    )

@@ -4,6 +4,7 @@ import errno
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -36,6 +37,7 @@ from precompute.gates.judge import (
     GATES,
     INTEGRITY,
     OVERRIDABLE,
+    asked_of,
     demand_overridable,
     overridden,
     run_gate,
@@ -264,6 +266,15 @@ def test_what_is_not_a_number_fails_every_threshold() -> None:
     assert worst_of({"a": 0.5, "b": nan, "c": 0.1})[0] == "b"
     assert worst_of({"a": 0.5, "c": 0.1}) == ("c", 0.1)
     assert none_of(0, "never shown").note == ""
+
+
+def test_without_interactions_gates_that_ask_what_users_did_since_are_left_out() -> None:
+    ordinary: Any = SimpleNamespace(facts={"interactions": 0})
+    without: Any = SimpleNamespace(facts={"interactions": 0, "without_interactions": True})
+
+    assert asked_of(ordinary) == GATES
+    left_out = {gate.rule for gate in GATES} - {gate.rule for gate in asked_of(without)}
+    assert left_out == {"stale_lists", "heldout_recall"} and not left_out & INTEGRITY
 
 
 def test_thresholds_are_numbers_that_are_not_negative() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError, SourceError
 from precompute.config.settings import NightConfig, Sources
 from precompute.planning import sampling
-from precompute.planning.sampling import Distinct, draw
+from precompute.planning.sampling import draw
+from precompute.sources.distinct import Distinct
 from precompute.sources.readers import read_features, read_interactions
 
 USERS = 400
@@ -132,6 +133,20 @@ def test_features_that_no_file_holds_are_named(config):
 
     with pytest.raises(SourceError, match="'age', but sources"):
         draw(bare, 0.01, columns=["age"])
+
+
+def test_users_known_by_their_vectors_alone_are_sampled_too(config, tmp_path):
+    users = [f"u-{each}" for each in range(60)]
+    vectors = pa.array([[float(each), 1.0] for each in range(60)], pa.list_(pa.float32()))
+    pq.write_table(pa.table({"user": users, "vector": vectors}), tmp_path / "vectors.parquet")
+    alone = replace(config, sources=Sources(user_vectors="vectors.parquet"))
+
+    sample = draw(alone, 0.01)
+    sources = sample.write(tmp_path / "s", len(sample.ids), alone.sources)
+
+    assert (sample.users, len(sample.ids), sample.interactions) == (60, 40, 0)
+    assert sources.interactions == ()
+    assert sorted(pq.read_table(sources.user_vectors)["user"].to_pylist()) == sorted(sample.ids)
 
 
 def test_sources_without_anybody_are_refused(config, tmp_path):

@@ -1,0 +1,160 @@
+"""The bundle of a night whose items are a table of vectors: made of that table by the code of the adapters."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.model.tower_spec import InputSpec
+from precompute.adapters.folder import bundle_of
+from precompute.adapters.given import ClickMatrix, Vectors
+from precompute.adapters.vectors import model_of
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_store import bundle_made_of
+from precompute.config.settings import NightConfig
+from precompute.erasures.erasure import NOBODY, Erased, all_erasures
+from precompute.sources.columns import Ids, as_rows
+from precompute.sources.distinct import Distinct
+from precompute.sources.features import read_values
+from precompute.sources.files import pin, source_file
+from precompute.sources.readers import read_features, read_interactions
+from precompute.sources.unusable import Unusable
+from precompute.sources.vocabulary import repeats_in
+
+USERS_MAX = 20_000
+"""Users, those with the lowest hashes, by whose vectors and clicks the fold is chosen: enough, and few to hold."""
+SEED = 0x5DEECE66D
+
+
+@contextmanager
+def vector_bundle(config: NightConfig, inputs: str, *, before: datetime | None) -> Iterator[Bundle]:
+    """The bundle of `sources.item_vectors`, made once of inputs with this digest, whoever asks again.
+
+    `before` is the cut: newer interactions choose nothing. What is erased is not in it. Raises SourceError for a table
+    that makes none.
+    """
+    sources, store = config.sources, config.store()
+    erased = Erased.of(all_erasures(store))
+    whole = hashlib.sha256(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS))
+    cut = before.isoformat() if before and sources.interactions else ""
+    whole.update(f"|{erased.digest(inputs)}|{cut}".encode())
+    make = partial(make_bundle, config, before=before, erased=erased)
+    with bundle_made_of(store, whole.hexdigest(), make) as bundle:
+        yield bundle
+
+
+def make_bundle(
+    config: NightConfig, folder: Path, *, before: datetime | None, erased: Erased = NOBODY
+) -> Bundle:
+    """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
+
+    The bundle names the table that its items are of; other vectors of users alone make no other bundle.
+    """
+    sources = config.sources
+    items, limit = _items(config, erased), _limit(config, before)
+    users = _users(config, items, limit, erased) if sources.user_vectors else None
+    clicks = _clicks(config, items, users, limit, before, erased) if sources.interactions else None
+    made = model_of(items, users, clicks, metric=sources.vector_metric)
+    _, (table,) = pin([source_file(str(sources.item_vectors), config.path("."))])
+    return bundle_of(made, folder, item_vectors=table)
+
+
+def _items(config: NightConfig, erased: Erased) -> Vectors:
+    """Every row of the table: a catalogue with a hole would not be told from one without."""
+    sources, unusable = config.sources, Unusable()
+    path = source_file(str(sources.item_vectors), config.path("."))
+    ids, rows = [], []
+    for names, values in read_features(
+        path,
+        sources.item_column,
+        (sources.vector_column,),
+        source="item_vectors",
+        unusable=unusable,
+    ):
+        ids.append(names.texts())
+        rows.append(values[sources.vector_column])
+    if not ids:
+        raise SourceError(f"{path} has no rows: it names no item")
+    if left_out := unusable.left_out("item_vectors"):
+        raise SourceError(f"{path}: {left_out:,} rows have no id that can be used")
+    try:
+        found = Vectors.of(pa.chunked_array(ids), pa.chunked_array(rows), "item")
+    except SourceError as error:
+        raise SourceError(f"{path}: {error.message}", **error.details) from None
+    gone = pa.array([raw.decode() for raw in erased.items], pa.string())
+    kept = as_rows(pc.invert(pc.is_in(found.ids, value_set=gone)))
+    return Vectors(found.ids.filter(pa.array(kept)), found.rows[kept])
+
+
+def _limit(config: NightConfig, before: datetime | None) -> np.uint64:
+    """The highest of the USERS_MAX lowest hashes of users: of those with vectors, else of those who did something."""
+    found = Distinct(USERS_MAX)
+    if config.sources.user_vectors:
+        for ids, _ in _user_vectors(config):
+            found.add(ids.hashes(SEED))
+    else:
+        for batch in read_interactions(config.sources, Path(config.base), before=before):
+            found.add(batch.users.hashes(SEED))
+    return np.uint64(found.smallest[-1] if len(found.smallest) else 0)
+
+
+def _user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Any]]:
+    sources = config.sources
+    path, column = source_file(str(sources.user_vectors), config.path(".")), sources.vector_column
+    for ids, values in read_features(
+        path, sources.user_column, (column,), source="user_vectors", unusable=Unusable()
+    ):
+        yield ids, values[column]
+
+
+def _users(config: NightConfig, items: Vectors, limit: np.uint64, erased: Erased) -> Vectors:
+    """Vectors of some users; who has none that can be used is left out, as in the night itself."""
+    sources, dims = config.sources, items.dims
+    spec = InputSpec("vector", "feature", "float32", column=sources.vector_column, width=dims)
+    texts, rows = [pa.array([], pa.string())], [np.empty((0, dims), np.float32)]
+    for ids, values in _user_vectors(config):
+        found = read_values(values, spec)
+        kept = found.usable & _below(ids, limit) & erased.keeps_users(ids)
+        texts.append(ids.texts().filter(pa.array(kept)))
+        rows.append(found.numbers[kept])
+    names, numbers = pa.concat_arrays(texts), np.concatenate(rows)
+    if not len(names):
+        raise SourceError(
+            f"{sources.user_vectors}: no user has a vector of {dims} finite numbers, as many as those of "
+            f"{sources.item_vectors} have"
+        )
+    first = np.ones(len(names), np.bool_)
+    first[repeats_in(names)] = False
+    return Vectors(names.filter(pa.array(first)), numbers[first])
+
+
+def _clicks(
+    config: NightConfig,
+    items: Vectors,
+    users: Vectors | None,
+    limit: np.uint64,
+    before: datetime | None,
+    erased: Erased,
+) -> ClickMatrix | None:
+    """Clicks of some users before the cut; None where they did nothing yet."""
+    sources = config.sources
+    read = read_interactions(sources, Path(config.base), before=before)
+    batches = [batch.only(_below(batch.users, limit)) for batch in map(erased.leave_out, read)]
+    if not sum(len(batch.times) for batch in batches):
+        return None
+    where = ", ".join(sources.interactions)
+    return ClickMatrix.read(batches, where, None if users is None else users.ids, items.ids)
+
+
+def _below(ids: Ids, limit: np.uint64) -> NDArray[np.bool_]:
+    return np.asarray((ids.hashes(SEED) <= limit)[ids.codes], np.bool_)

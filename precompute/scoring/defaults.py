@@ -1,0 +1,50 @@
+"""Default lists: what is answered to whom nothing is known of."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache.format.item_table import ItemTable
+from cache.model.ranking import Metric
+from cache.store.artefacts import write_atomically
+from precompute.builds.build import Build
+from precompute.builds.tables import configured_tables, layout_of
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.index import unit
+from precompute.config.settings import TableConfig
+from precompute.topk.topk import Scorer
+
+FILE = "defaults.json"
+
+Favourites = tuple[Sequence[str], list[float]]
+"""Ids of items, best first, and their scores."""
+
+
+def write_defaults(
+    build: Build, bundle: Bundle, favourites: Callable[[TableConfig], Favourites]
+) -> None:
+    """Write the list of each table of lists; whoever calls hands the file over."""
+    defaults = {}
+    for name, table in configured_tables(build.config, bundle).items():
+        if layout_of(bundle, table).kind == "topk":
+            ids, scores = favourites(table)
+            defaults[name] = {"items": ids, "scores": scores}
+    write_atomically(build.path(FILE), orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS))
+
+
+def favourites_of(
+    items: ItemTable, users: NDArray[np.float32], metric: Metric, k: int
+) -> Favourites:
+    """The k items with the highest mean score over these users, float32 [n, dims], and that score; ties by ordinal.
+
+    A mean of products with an item is the product with the mean.
+    """
+    mean = (unit(users) if metric == "cosine" else users).mean(axis=0, dtype=np.float64)
+    compared = np.asarray(items.vectors)
+    if metric == "cosine":
+        compared = unit(compared)
+    scorer = Scorer.of(np.ascontiguousarray(compared))
+    ordinals, scores = scorer.top(mean.astype(np.float32)[None], min(k, items.count))
+    return items.ids_of(ordinals[0]), scores[0].tolist()

@@ -1,0 +1,154 @@
+"""Items as a table of vectors that changes every night: no bundle is brought, a night makes its own."""
+
+import json
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache.process.redis_server import RedisServer
+from tests.integration.larder.commands import larder, running
+from tests.integration.larder.vectors import TOP, Floats, asking, best, unit, write
+from tests.polling import until
+
+USERS, ITEMS, DIMS = 60, 90, 12
+FIRST, LATER = "2026-01-29T00:00:00Z", "2026-01-30T00:00:00Z"
+SETTINGS = """
+[sources]
+item_vectors = "items.parquet"
+user_vectors = "users.parquet"
+
+[tables.user_topk]
+kind = "user_topk"
+k = 50
+precision = "f4"
+
+[tables.item_similar]
+kind = "item_similar"
+precision = "f4"
+"""
+
+
+@pytest.fixture
+def items() -> Floats:
+    return np.random.default_rng(1).normal(size=(ITEMS, DIMS)).astype(np.float32)
+
+
+@pytest.fixture
+def users() -> Floats:
+    rng = np.random.default_rng(2)
+    return (rng.normal(size=(USERS, DIMS)) + 0.5 * rng.normal(size=DIMS)).astype(np.float32)
+
+
+@pytest.fixture
+def environ(redis_server: RedisServer) -> dict[str, str]:
+    return {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
+
+
+@pytest.fixture
+def shop(tmp_path: Path, items: Floats, users: Floats) -> Path:
+    write(tmp_path / "items.parquet", "item", "i", items)
+    write(tmp_path / "users.parquet", "user", "u", users)
+    (tmp_path / "larder.toml").write_text(SETTINGS)
+    return tmp_path
+
+
+def test_each_night_answers_from_the_vectors_of_its_day(
+    shop: Path, environ: dict[str, str], items: Floats, users: Floats
+) -> None:
+    everyone = [{"id": f"u{number}"} for number in range(USERS)]
+
+    assert "made of items.parquet by each night" in larder(shop, "check", environ=environ)
+    larder(shop, "night", "--data-until", FIRST, environ=environ)
+    with running(shop, "serve", "--port", "0", until="Larder serves on ", environ=environ) as url:
+        ask = asking(url)
+        known = ask("user_topk", *everyone)
+        history = ["i3", "i5", "i8"]
+        live, nobody = ask("user_topk", {"id": "new", "history": history}, {"id": "nobody"})
+        (alike,) = ask("item_similar", {"id": "i7"})
+
+        # Given other vectors of all items, and two items more
+        rng = np.random.default_rng(3)
+        changed = items + 0.2 * rng.normal(size=items.shape).astype(np.float32)
+        changed = np.concatenate([changed, users[:2] / 2])
+        write(shop / "items.parquet", "item", "i", changed)
+        larder(shop, "night", "--data-until", LATER, environ=environ)
+        first = known[0]["generation"]
+        assert until(lambda: ask("user_topk", everyone[0])[0]["generation"] != first)
+        after = ask("user_topk", *everyone)
+        (newest,) = ask("item_similar", {"id": f"i{ITEMS}"})
+
+        larder(shop, "roll-back", "--reason", "a test", environ=environ)
+        assert until(lambda: ask("user_topk", everyone[0])[0]["generation"] == first)
+        again = ask("user_topk", *everyone)
+
+    assert [each["items"] for each in known] == best(users @ items.T)
+    mean = items[[3, 5, 8]].mean(axis=0, keepdims=True) @ items.T
+    mean[:, [3, 5, 8]] = -np.inf
+    assert live["source"] == "live"
+    assert len({*live["items"]} & {*best(mean)[0]}) >= TOP - 1  # by the int8 model
+    assert nobody["source"] == "default"
+    assert nobody["items"] == best(users.mean(axis=0, keepdims=True) @ items.T)[0]
+    cosines = unit(items) @ unit(items).T
+    np.fill_diagonal(cosines, -np.inf)
+    assert alike["items"] == best(cosines)[7]
+    assert [each["items"] for each in after] == best(users @ changed.T)
+    assert [each["items"] for each in after] != [each["items"] for each in known]
+    cosines = unit(changed) @ unit(changed).T
+    np.fill_diagonal(cosines, -np.inf)
+    assert newest["items"] == best(cosines)[ITEMS]
+    assert [each["items"] for each in again] == [each["items"] for each in known]
+
+
+def test_a_night_that_is_begun_again_has_the_same_bundle_and_the_manifest_names_its_table(
+    shop: Path, environ: dict[str, str]
+) -> None:
+    larder(shop, "begin", "--data-until", FIRST, environ=environ)
+    larder(shop, "begin", "--data-until", FIRST, environ=environ)
+    larder(shop, "night", "--data-until", FIRST, environ=environ)
+
+    (path,) = (shop / ".larder/artifacts").glob("**/manifest.json")
+    manifest = json.loads(path.read_text())
+    (record,) = (shop / ".larder/artifacts").glob("*/bundles/*.json")
+    assert manifest["bundle_digest"] in record.name
+    bundle = json.loads((path.parent / "bundle/bundle.json").read_text())
+    named = {each["name"]: each["sha256"] for each in manifest["facts"]["inputs"]}
+    assert bundle["training"]["item_vectors"]["sha256"] == named["items.parquet"]
+    assert named.keys() == {"items.parquet", "users.parquet"}
+
+
+def test_with_what_users_did_it_is_left_out_and_every_gate_is_asked(
+    shop: Path, environ: dict[str, str], items: Floats, users: Floats
+) -> None:
+    liked = np.argsort(-(users @ items.T), axis=1)[:, :8]
+    with (shop / "likes.csv").open("w") as file:
+        file.write("user,item\n")
+        file.writelines(f"u{user},i{item}\n" for user, row in enumerate(liked) for item in row)
+    settings = shop / "larder.toml"
+    settings.write_text(
+        settings.read_text().replace("[sources]", '[sources]\ninteractions = ["likes.csv"]')
+    )
+
+    assert "left out" not in larder(shop, "night", "--data-until", FIRST, environ=environ)
+
+    scores = users @ items.T
+    np.put_along_axis(scores, liked, -np.inf, axis=1)
+    with running(shop, "serve", "--port", "0", until="Larder serves on ", environ=environ) as url:
+        known = asking(url)("user_topk", *({"id": f"u{number}"} for number in range(USERS)))
+    assert [each["items"] for each in known] == best(scores)
+    (path,) = (shop / ".larder/artifacts").glob("**/bundle/bundle.json")
+    training = json.loads(path.read_text())["training"]
+    assert {"mean", "ridge 1"} <= training["recalls"].keys()
+
+
+def test_a_bundle_of_ones_own_and_a_table_of_items_are_one_too_many(
+    shop: Path, environ: dict[str, str]
+) -> None:
+    settings = shop / "larder.toml"
+    settings.write_text('bundle = "mine"\n' + settings.read_text())
+
+    told = larder(shop, "night", "--quiet", environ=environ, code=1)
+
+    assert "bundle (" in told and "and sources.item_vectors (items.parquet) are both set" in told
+    assert told.count("\n") == 1

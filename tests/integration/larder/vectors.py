@@ -1,0 +1,43 @@
+"""Tables of vectors, what a service answers of them, and what it should."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+TOP = 10
+
+Floats = NDArray[np.float32]
+
+
+def write(path: Path, name: str, prefix: str, rows: Floats) -> None:
+    """A table of ids, the prefix and a number, and vectors."""
+    ids = [f"{prefix}{number}" for number in range(len(rows))]
+    pq.write_table(pa.table({name: ids, "vector": list(rows)}), path)
+
+
+def best(scores: Floats, k: int = TOP) -> list[list[str]]:
+    """Items of each row with the highest scores, as lists of ids."""
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return [[f"i{item}" for item in row] for row in order.tolist()]
+
+
+def unit(rows: Floats) -> Floats:
+    """Rows divided by their lengths."""
+    return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True), np.float32)
+
+
+def asking(url: str) -> Callable[..., list[dict[str, Any]]]:
+    """Answers of a service for entities of a table."""
+
+    def ask(table: str, *entities: dict[str, Any]) -> list[dict[str, Any]]:
+        body = {"k": TOP, "entities": list(entities)}
+        answers = httpx.post(f"{url}/v1/lookup/{table}", json=body, timeout=30).json()["answers"]
+        return list(answers)
+
+    return ask

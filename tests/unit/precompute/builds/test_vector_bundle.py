@@ -1,0 +1,179 @@
+"""A bundle made of a table of vectors: the same of the same tables, and nothing of what it must not hold."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from numpy.typing import NDArray
+
+from cache.errors import ConfigError, SourceError
+from precompute.builds import vector_bundle
+from precompute.builds.vector_bundle import make_bundle
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig, Sources
+from precompute.erasures.erasure import Erased
+from tests.unit.precompute.adapters.written import item_vectors
+
+USERS, ITEMS, DIMS = 40, 60, 6
+DAY = datetime(2026, 1, 30, tzinfo=UTC)
+
+Floats = NDArray[np.float32]
+
+
+@pytest.fixture
+def items() -> Floats:
+    return np.random.default_rng(1).normal(size=(ITEMS, DIMS)).astype(np.float32)
+
+
+@pytest.fixture
+def users() -> Floats:
+    return np.random.default_rng(2).normal(size=(USERS, DIMS)).astype(np.float32)
+
+
+def write(path: Path, name: str, ids: Any, rows: Any) -> None:
+    lists = pa.array([None if row is None else list(map(float, row)) for row in rows])
+    pq.write_table(pa.table({name: ids, "vector": lists}), path)
+
+
+@pytest.fixture
+def config(tmp_path: Path, items: Floats, users: Floats) -> NightConfig:
+    write(tmp_path / "items.parquet", "item", [f"i{row}" for row in range(ITEMS)], items)
+    write(tmp_path / "users.parquet", "user", [f"u{row}" for row in range(USERS)], users)
+    sources = Sources(user_vectors="users.parquet", item_vectors="items.parquet")
+    return NightConfig(base=str(tmp_path), sources=sources)
+
+
+def with_clicks(config: NightConfig, users: Floats, items: Floats, at: datetime) -> NightConfig:
+    """What each user likes best, at this time."""
+    liked = np.argsort(-(users @ items.T), axis=1)[:, :10]
+    table = {
+        "user": [f"u{user}" for user in range(USERS) for _ in range(10)],
+        "item": [f"i{item}" for item in liked.ravel()],
+        "timestamp": pa.array([at] * liked.size, pa.timestamp("us", tz="UTC")),
+    }
+    pq.write_table(pa.table(table), config.path("clicks.parquet"))
+    return replace(config, sources=replace(config.sources, interactions=("clicks.parquet",)))
+
+
+def made(config: NightConfig, folder: str = "bundle", **more: Any) -> Bundle:
+    return make_bundle(config, config.path(folder), **{"before": None, **more})
+
+
+def test_the_same_tables_make_the_same_bytes_and_other_items_others(
+    config: NightConfig, items: Floats, users: Floats
+) -> None:
+    config = with_clicks(config, users, items, DAY)
+
+    first, again = made(config, "a/bundle"), made(config, "b/bundle")
+    write(config.path("items.parquet"), "item", [f"i{row}" for row in range(ITEMS)], items[::-1])
+    other = made(replace(config, sources=replace(config.sources, interactions=())), "c/bundle")
+
+    assert np.array_equal(item_vectors(first.path.parent), items)
+    for file in first.path.iterdir():
+        assert file.read_bytes() == (again.path / file.name).read_bytes()
+    assert first.digest == again.digest != other.digest
+
+
+def test_other_vectors_of_users_alone_are_the_same_model(
+    config: NightConfig, users: Floats
+) -> None:
+    before = made(config, "before")
+    write(config.path("users.parquet"), "user", [f"u{row}" for row in range(USERS)], users + 1)
+
+    assert made(config, "after").digest == before.digest
+
+
+def test_the_fold_is_chosen_by_what_users_did_before_the_cut(
+    config: NightConfig, items: Floats, users: Floats, tmp_path: Path
+) -> None:
+    config = with_clicks(config, users, items, DAY)
+    alone = replace(config, sources=replace(config.sources, user_vectors=None))
+
+    def recalls(config: NightConfig, folder: str, before: datetime | None) -> Any:
+        made(config, folder, before=before)
+        text = (tmp_path / folder / "bundle.json").read_text()
+        return orjson.loads(text)["training"]["recalls"]
+
+    chosen = recalls(config, "after", None)
+    assert chosen.keys() == {"mean", "ridge 0.1", "ridge 1", "ridge 10"}
+    assert recalls(config, "before", DAY) == {}
+    assert recalls(alone, "alone", None).keys() == chosen.keys()
+
+
+def test_a_fold_is_chosen_by_few_users_of_many(
+    config: NightConfig, items: Floats, users: Floats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_clicks(config, users, items, DAY)
+    seen: list[int] = []
+    model_of = vector_bundle.model_of
+    monkeypatch.setattr(vector_bundle, "USERS_MAX", 7)
+
+    def noted(items: Any, users: Any, clicks: Any, **more: Any) -> Any:
+        seen.extend((len(users.ids), clicks.matrix.shape[0], clicks.matrix.nnz))
+        return model_of(items, users, clicks, **more)
+
+    monkeypatch.setattr(vector_bundle, "model_of", noted)
+    made(config)
+
+    assert seen == [7, 7, 70]
+
+
+def test_what_is_erased_is_in_no_bundle(config: NightConfig) -> None:
+    erased = Erased(frozenset(), frozenset({b"i7"}), (1,))
+
+    bundle = made(config, erased=erased)
+
+    assert len(bundle.vocabulary) == ITEMS - 1
+    assert b"i7" not in bundle.item_ids and b"i8" in bundle.item_ids
+
+
+WRONG = {
+    "twice": (["i0", "i1", "i0"], [[1.0, 2], [2, 3], [3, 4]], "'i0' is there twice"),
+    "no number": (["i0", "i1"], [[1.0, float("nan")], [2, 3]], r"1 item vectors are not finite"),
+    "widths": (["i0", "i1"], [[1.0, 2], [2]], "all rows need as many"),
+    "missing": (["i0", "i1"], [[1.0, 2], None], "none may be missing"),
+    "no id": (["i0", None], [[1.0, 2], [3, 4]], "1 rows have no id that can be used"),
+    "empty": (pa.array([], pa.string()), [], "no rows: it names no item|there is no item"),
+    "dims": (["i0", "i1"], [[1.0, 2], [2, 3]], "no user has a vector of 2 finite numbers, as many"),
+}
+
+
+@pytest.mark.parametrize(("ids", "rows", "said"), WRONG.values(), ids=WRONG)
+def test_a_table_that_makes_no_bundle_is_told_in_one_line(
+    config: NightConfig, ids: Any, rows: Any, said: str
+) -> None:
+    if rows:
+        write(config.path("items.parquet"), "item", ids, rows)
+    else:
+        column = pa.array([], pa.list_(pa.float64()))
+        pq.write_table(pa.table({"item": ids, "vector": column}), config.path("items.parquet"))
+
+    with pytest.raises(SourceError, match=said) as error:
+        made(config)
+
+    assert "\n" not in error.value.message
+    assert "items.parquet" in error.value.message
+
+
+def test_columns_have_the_names_that_are_configured(config: NightConfig, items: Floats) -> None:
+    table = {"sku": [f"i{row}" for row in range(ITEMS)], "embedding": list(items), "price": 1.0}
+    pq.write_table(pa.table({**table, "price": np.ones(ITEMS)}), config.path("items.parquet"))
+    sources = replace(
+        config.sources, item_column="sku", vector_column="embedding", user_vectors=None,
+        interactions=(),
+    )  # fmt: skip
+
+    bundle = made(replace(config, sources=replace(sources, vector_metric="cosine")))
+
+    assert (len(bundle.vocabulary), bundle.metric) == (ITEMS, "cosine")
+
+
+def test_a_bundle_that_is_named_beside_a_table_of_items_is_refused(config: NightConfig) -> None:
+    with pytest.raises(ConfigError, match=r"bundle \(mine\) and sources.item_vectors .* both set"):
+        replace(config, bundle="mine")

@@ -1,0 +1,94 @@
+"""What a night without interactions puts in the place of histories and of what is popular."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from numpy.typing import NDArray
+
+from cache.model.ranking import Metric
+from precompute.partitions.shard_input import ShardInput
+from precompute.scoring.defaults import favourites_of
+from precompute.scoring.drawn_histories import LONGEST, USERS_MAX, with_drawn_histories
+
+ITEMS, DIMS = 300, 8
+RNG = np.random.default_rng(7)
+VECTORS = RNG.normal(size=(ITEMS, DIMS)).astype(np.float32)
+
+
+def items() -> Any:
+    return SimpleNamespace(
+        vectors=VECTORS, count=ITEMS, ids_of=lambda rows: [f"i{row}" for row in rows.tolist()]
+    )
+
+
+def entities(count: int, without: tuple[int, ...] = ()) -> ShardInput:
+    """Users with vectors and a feature, and no history."""
+    vectors = RNG.normal(size=(count, DIMS)).astype(np.float32)
+    vectors[list(without)] = np.nan
+    return ShardInput(
+        ids=[f"u{row}".encode() for row in range(count)],
+        hashes=np.arange(count, dtype=np.uint64),
+        indptr=np.zeros(count + 1, np.int64),
+        ordinals=np.empty(0, np.int64),
+        features={"age": pa.array(range(count))},
+        vectors=vectors,
+    )
+
+
+def scored(users: NDArray[np.float32], metric: Metric) -> NDArray[np.float64]:
+    left, right = users.astype(np.float64), VECTORS.astype(np.float64)
+    if metric == "cosine":
+        left /= np.linalg.norm(left, axis=1, keepdims=True)
+        right /= np.linalg.norm(right, axis=1, keepdims=True)
+    return np.asarray(left @ right.T)
+
+
+@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+def test_a_drawn_history_holds_some_of_the_items_that_suit_its_user_best(metric: Metric) -> None:
+    given = entities(40, without=(0, 7))
+
+    drawn = with_drawn_histories(given, items(), metric, seed=0)
+
+    assert given.vectors is not None and drawn.vectors is not None
+    kept = [row for row in range(40) if row not in (0, 7)]
+    assert drawn.ids == [given.ids[row] for row in kept]
+    assert drawn.features["age"].to_pylist() == kept
+    assert np.array_equal(drawn.hashes, given.hashes[kept])
+    best = np.argsort(-scored(given.vectors[kept], metric), axis=1)[:, :100]
+    for row, suits in enumerate(best):
+        history = drawn.ordinals[drawn.indptr[row] : drawn.indptr[row + 1]]
+        assert 1 <= len(history) == len(set(history.tolist())) <= LONGEST
+        assert set(history.tolist()) <= set(suits.tolist())
+
+
+def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
+    given = entities(700)
+
+    first, again, other = (
+        with_drawn_histories(given, items(), "inner_product", seed=seed) for seed in (0, 0, 1)
+    )
+
+    assert len(first.ids) == USERS_MAX
+    assert np.array_equal(first.ordinals, again.ordinals)
+    assert not np.array_equal(first.ordinals, other.ordinals)
+
+
+@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+def test_defaults_are_the_items_with_the_highest_mean_score(metric: Metric) -> None:
+    users = RNG.normal(size=(50, DIMS)).astype(np.float32)
+
+    ids, scores = favourites_of(items(), users, metric, 20)
+
+    means = scored(users, metric).mean(axis=0)
+    best = np.argsort(-means, kind="stable")[:20]
+    assert ids == [f"i{item}" for item in best]
+    assert np.allclose(scores, means[best], rtol=1e-5, atol=1e-6)
+
+
+def test_there_are_no_more_defaults_than_items() -> None:
+    ids, scores = favourites_of(items(), VECTORS[:3], "inner_product", 1000)
+
+    assert len(ids) == len(scores) == ITEMS
