@@ -3,6 +3,7 @@
 import itertools
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -146,10 +147,11 @@ def test_bundles_made_of_tables_are_swept_with_their_records(host, monkeypatch):
     assert chosen(host("a")) == mine
     digests = []
     for number in range(3):
-        with bundle_made_of(
-            store, f"{number}" * 64, lambda folder, dims=4 + number: train_small(folder, dims=dims),
-            clock=lambda: next(times),
-        ) as bundle:  # fmt: skip
+
+        def made(folder: Path, dims: int = 4 + number) -> Bundle:
+            return train_small(folder, dims=dims)
+
+        with bundle_made_of(store, f"{number}" * 64, made, clock=lambda: next(times)) as bundle:
             digests.append(bundle.digest)
 
     assert sweep_bundles(store) == 1
