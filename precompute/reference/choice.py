@@ -42,6 +42,8 @@ SAMPLE = 2_500_000
 """Interactions at most on which shapes are compared."""
 LEAST = 5
 """Items of a user whose history is cut."""
+STANDARD_ERRORS = 2.0
+"""Standard errors of the users' differences within which a trial cannot tell two shapes apart."""
 FEWER_DIMS_LOSE = 0.002
 """Recall that fewer dimensions may lose, relative to the best: less than the trial can tell apart."""
 
@@ -111,13 +113,10 @@ def choose(
     found: dict[Shape, list[NDArray[np.float64]]] = {}
     grid = [Shape(a, b, dims=dims) for a, b in product(USER_EXPONENTS, ITEM_EXPONENTS)]
     for done, cut in enumerate(cuts):
-        spectrum: Spectrum | None = None
         for place, shape in enumerate(grid):
             progress("choose", done * len(grid) + place, (len(cuts) + 1) * len(grid))
-            # One exponent away from the last: its subspace is where this one's is looked for. One that had fewer
-            # rounds behind it would find less, and lose to whatever came later.
-            rounds = ROUNDS if spectrum is None else 2
-            spectrum = singular_vectors(cut.data, shape, rng, rounds=rounds, start=spectrum)
+            # As many rounds as the training has: with more behind it a shape finds more, and wins by that alone.
+            spectrum = singular_vectors(cut.data, shape, rng, rounds=ROUNDS)
             for ridge in RIDGES:
                 each = replace(shape, ridge=ridge)
                 found.setdefault(each, []).append(cut.recalls(spectrum, each))
@@ -143,17 +142,16 @@ def choose(
 
 
 def _first(found: Mapping[Shape, Sequence[NDArray[np.float64]]]) -> Shape:
-    """The best shape; exponents nearer to the usual ones are taken where they lose less than one standard error.
+    """The best shape; exponents nearer to the usual ones are taken where they lose less than the trial can tell.
 
-    Of the differences user by user: what a trial cannot tell apart, data like it may (the rule of
-    one standard error, Breiman et al., Classification and Regression Trees, 1984).
+    That is STANDARD_ERRORS of the differences user by user.
     """
     recalls = {shape: np.concatenate(each) for shape, each in found.items()}
     best = max(recalls, key=lambda each: float(recalls[each].mean()))
     usual, tied = Shape(), []
     for shape, each in recalls.items():
         lost = recalls[best] - each
-        if lost.mean() <= lost.std() / np.sqrt(len(lost)):
+        if lost.mean() <= STANDARD_ERRORS * lost.std() / np.sqrt(len(lost)):
             tied.append(shape)
     return min(
         tied,

@@ -98,18 +98,10 @@ def singular_vectors(
     rng: np.random.Generator,
     *,
     rounds: int,
-    start: Spectrum | None = None,
 ) -> Spectrum:
-    """The top singular vectors of the normalised matrix by subspace iteration (Halko et al., 2011); signs fixed.
-
-    `start` is the spectrum of a similar matrix: from there two rounds are enough.
-    """
+    """The top singular vectors of the normalised matrix by subspace iteration (Halko et al., 2011); signs fixed."""
     width = min(shape.dims + _OVERSAMPLE, data.items)
-    basis = (
-        rng.standard_normal((data.items, width), np.float32)
-        if start is None
-        else start.vectors.astype(np.float32)
-    )
+    basis = rng.standard_normal((data.items, width), np.float32)
     for _ in range(rounds):
         basis = data.gram_times(orthonormal(basis), shape)
     basis = orthonormal(orthonormal(basis))

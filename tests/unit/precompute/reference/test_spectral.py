@@ -69,16 +69,6 @@ def test_singular_vectors_equal_the_exact_ones(matrix):
     np.testing.assert_allclose(cosines, 1, atol=1e-3)
 
 
-def test_from_the_spectrum_of_a_similar_matrix_two_rounds_are_as_good_as_many(matrix):
-    data, rng = Interactions.of(matrix), np.random.default_rng(0)
-    start = singular_vectors(data, Shape(0.5, 0.4, dims=10), rng, rounds=20)
-
-    found = singular_vectors(data, Shape(0.5, 0.3, dims=10), rng, rounds=2, start=start)
-
-    exact = np.linalg.svd(normalised(matrix, Shape(0.5, 0.3)))[1]
-    np.testing.assert_allclose(found.values[:10], exact[:10], rtol=5e-3)
-
-
 def test_scores_are_those_of_the_ridge_regression_of_the_normalised_matrix(matrix):
     """With all dimensions: N (N'N + r I)^-1 N'N of the row, normalised and brought back."""
     shape = Shape(0.5, 0.4, ridge=0.1, dims=ITEMS)
