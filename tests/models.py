@@ -17,7 +17,7 @@ from cache.model.tower import Histories, Tower
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.index import build_index
 from precompute.bundles.quantize import quantize_tower
-from precompute.reference.spectral import Shape
+from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 
 USERS, ITEMS = 60, 40
@@ -40,7 +40,7 @@ def train_small(
     users, items = interactions()
     ids = [f"item-{number}" for number in range(ITEMS)]
     data = ReferenceData(users, items, ids, categories)
-    return train(data, out, dims=dims, seed=seed, shape=Shape())
+    return train(data, out, dims=dims, seed=seed, shape=SpectralShape())
 
 
 def histories_of(users: int = USERS) -> Histories:

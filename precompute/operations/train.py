@@ -16,6 +16,7 @@ from precompute.bundles.bundle_swap import put_in_place
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.erasures.erasure import Erased, all_erasures
+from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from precompute.sources.columns import Ids
 from precompute.sources.files import source_file
@@ -63,7 +64,7 @@ def train_reference(
         chosen = config.reference
         bundle = train(
             data, beside, dims=chosen.dims, seed=chosen.seed, programs=chosen.programs,
-            progress=progress,
+            shape=None if chosen.choose else SpectralShape(), progress=progress,
         )  # fmt: skip
         hand_over(config.store(), bundle)
         put_in_place(beside, target)

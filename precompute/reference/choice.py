@@ -19,9 +19,9 @@ from precompute.config.progress import Progress, quiet
 from precompute.reference import held_out
 from precompute.reference.spectral import (
     ROUNDS,
-    Interactions,
-    Shape,
+    SpectralShape,
     Spectrum,
+    UserItemMatrix,
     matrix_of,
     singular_vectors,
     tables,
@@ -39,7 +39,7 @@ HELD = 15_000
 CUTS = 3
 """Cuts at most."""
 SAMPLE = 2_500_000
-"""Interactions at most on which shapes are compared."""
+"""UserItemMatrix at most on which shapes are compared."""
 LEAST = 5
 """Items of a user whose history is cut."""
 STANDARD_ERRORS = 2.0
@@ -53,10 +53,10 @@ _Sample = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ShapeTrial:
     """A shape, and the recall@20 of what was held out."""
 
-    shape: Shape
+    shape: SpectralShape
     recall: float
 
 
@@ -64,8 +64,8 @@ class Trial:
 class Choice:
     """The shape that won, all trials, and what they were made on; without trials it is the default."""
 
-    shape: Shape
-    trials: tuple[Trial, ...] = ()
+    shape: SpectralShape
+    trials: tuple[ShapeTrial, ...] = ()
     users: int = 0
     cuts: int = 0
     interactions: int = 0
@@ -106,12 +106,12 @@ def choose(
     sample = _sample(user_rows, item_rows, times, rng)
     cuts = [_Cut.of(sample, items, rng)]
     if not len(cuts[0].rows):
-        return Choice(Shape(dims=dims))
+        return Choice(SpectralShape(dims=dims))
     if times is None:  # what is latest can be held out only once
         more = min(CUTS, -(-HELD // len(cuts[0].held.indices))) - 1
         cuts += [_Cut.of(sample, items, rng) for _ in range(more)]
-    found: dict[Shape, list[NDArray[np.float64]]] = {}
-    grid = [Shape(a, b, dims=dims) for a, b in product(USER_EXPONENTS, ITEM_EXPONENTS)]
+    found: dict[SpectralShape, list[NDArray[np.float64]]] = {}
+    grid = [SpectralShape(a, b, dims=dims) for a, b in product(USER_EXPONENTS, ITEM_EXPONENTS)]
     for done, cut in enumerate(cuts):
         for place, shape in enumerate(grid):
             progress("choose", done * len(grid) + place, (len(cuts) + 1) * len(grid))
@@ -126,7 +126,7 @@ def choose(
         for each in _smaller(first, dims):
             found.setdefault(each, []).append(cut.recalls(spectrum, each))
     trials = tuple(
-        Trial(shape, float(np.concatenate(each).mean())) for shape, each in found.items()
+        ShapeTrial(shape, float(np.concatenate(each).mean())) for shape, each in found.items()
     )
     like_it = [
         each for each in trials if replace(each.shape, dims=dims, ridge=first.ridge) == first
@@ -141,14 +141,14 @@ def choose(
     return Choice(won.shape, trials, users, len(cuts), len(sample[0]), times is not None)
 
 
-def _first(found: Mapping[Shape, Sequence[NDArray[np.float64]]]) -> Shape:
+def _first(found: Mapping[SpectralShape, Sequence[NDArray[np.float64]]]) -> SpectralShape:
     """The best shape; exponents nearer to the usual ones are taken where they lose less than the trial can tell.
 
     That is STANDARD_ERRORS of the differences user by user.
     """
     recalls = {shape: np.concatenate(each) for shape, each in found.items()}
     best = max(recalls, key=lambda each: float(recalls[each].mean()))
-    usual, tied = Shape(), []
+    usual, tied = SpectralShape(), []
     for shape, each in recalls.items():
         lost = recalls[best] - each
         if lost.mean() <= STANDARD_ERRORS * lost.std() / np.sqrt(len(lost)):
@@ -166,7 +166,7 @@ def _first(found: Mapping[Shape, Sequence[NDArray[np.float64]]]) -> Shape:
     )
 
 
-def _smaller(shape: Shape, dims: int) -> Iterator[Shape]:
+def _smaller(shape: SpectralShape, dims: int) -> Iterator[SpectralShape]:
     for divisor in PARTS_OF_DIMS:
         if dims >= divisor:
             for ridge in RIDGES:
@@ -175,9 +175,9 @@ def _smaller(shape: Shape, dims: int) -> Iterator[Shape]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """Interactions without what is held out, and for the users of `rows` what is kept and what is to be found."""
+    """UserItemMatrix without what is held out, and for the users of `rows` what is kept and what is to be found."""
 
-    data: Interactions
+    data: UserItemMatrix
     rows: NDArray[np.int64]
     kept: Histories
     held: Histories
@@ -205,9 +205,9 @@ class _Cut:
         size = len(counts), items
         kept = matrix_of(users[~is_held], columns[~is_held], size)
         held = matrix_of(users[is_held], columns[is_held], size)
-        return cls(Interactions.of(kept), rows, _histories(kept[rows]), _histories(held[rows]))
+        return cls(UserItemMatrix.of(kept), rows, _histories(kept[rows]), _histories(held[rows]))
 
-    def recalls(self, spectrum: Spectrum, shape: Shape) -> NDArray[np.float64]:
+    def recalls(self, spectrum: Spectrum, shape: SpectralShape) -> NDArray[np.float64]:
         """Recall@20 of a shape, for each user."""
         rows, vectors = tables(spectrum, self.data.item_degrees, shape)
         ones = np.ones(len(self.kept.indices), np.float32)

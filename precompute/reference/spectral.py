@@ -29,7 +29,7 @@ _OVERSAMPLE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SpectralShape:
     """Numbers that are chosen of a model: exponents of users' and items' degrees, the ridge, and the dimensions."""
 
     user_exponent: float = 0.5
@@ -39,7 +39,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Interactions:
+class UserItemMatrix:
     """0/1 CSR matrix [users, items] in parts by users, and the degrees of both (float64)."""
 
     parts: tuple[sp.csr_matrix, ...]
@@ -62,7 +62,7 @@ class Interactions:
         """Number of columns."""
         return len(self.item_degrees)
 
-    def gram_times(self, basis: NDArray[np.float32], shape: Shape) -> NDArray[np.float32]:
+    def gram_times(self, basis: NDArray[np.float32], shape: SpectralShape) -> NDArray[np.float32]:
         """float32 [items, width]: N'N basis of the normalised matrix N, which is never made."""
         right = power(self.item_degrees, -shape.item_exponent).astype(np.float32)[:, None]
         left = power(self.user_degrees, -2 * shape.user_exponent).astype(np.float32)
@@ -93,8 +93,8 @@ class Spectrum:
 
 
 def singular_vectors(
-    data: Interactions,
-    shape: Shape,
+    data: UserItemMatrix,
+    shape: SpectralShape,
     rng: np.random.Generator,
     *,
     rounds: int,
@@ -132,7 +132,7 @@ def orthonormal(basis: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def tables(
-    spectrum: Spectrum, item_degrees: NDArray[np.float64], shape: Shape
+    spectrum: Spectrum, item_degrees: NDArray[np.float64], shape: SpectralShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(rows whose sum over a history is the user, vectors of the items), float32 [items, dims] each."""
     vectors, values = spectrum.vectors[:, : shape.dims], spectrum.values[: shape.dims]

@@ -18,8 +18,8 @@ from precompute.reference.affinity import affinities
 from precompute.reference.choice import Choice, choose
 from precompute.reference.spectral import (
     ROUNDS,
-    Interactions,
-    Shape,
+    SpectralShape,
+    UserItemMatrix,
     matrix_of,
     singular_vectors,
     tables,
@@ -33,7 +33,7 @@ FILE_BYTES_MAX = 2**31 - 2**20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceData:
-    """Interactions as pairs of rows (int64 [n] each); `categories` has one name per item, `times` int64 [n], if known.
+    """UserItemMatrix as pairs of rows (int64 [n] each); `categories` has one name per item, `times` int64 [n], if known.
 
     Texts may be Arrow strings: of a large catalogue a Python object each would take more than all else.
     """
@@ -52,7 +52,7 @@ def train(
     dims: int = 256,
     seed: int = 0,
     programs: bool = False,
-    shape: Shape | None = None,
+    shape: SpectralShape | None = None,
     progress: Progress = quiet,
 ) -> Bundle:
     """Train and write a bundle; the same data and seed give the same bytes on the same machine.
@@ -81,7 +81,7 @@ def train(
         else Choice(replace(shape, dims=dims))
     )
     matrix = matrix_of(data.user_rows, data.item_rows, (users, items))
-    counted = Interactions.of(matrix)
+    counted = UserItemMatrix.of(matrix)
     spectrum = singular_vectors(counted, chosen.shape, rng, rounds=ROUNDS)
     history_rows, item_vectors = tables(spectrum, counted.item_degrees, chosen.shape)
     dims = chosen.shape.dims

@@ -31,7 +31,7 @@ from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, open_bundle
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
-from precompute.reference.spectral import Shape
+from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from precompute.scoring.shard import Scorers
 from precompute.scoring.users import ShardWork
@@ -68,7 +68,7 @@ def drawn_case(folder: Path) -> Case:
         ReferenceData(owners, histories.indices, [str(each) for each in range(items)]),
         folder,
         dims=DIMS,
-        shape=Shape(),
+        shape=SpectralShape(),
     )
     return Case(np.empty((0, DIMS), np.float32), np.empty((0, DIMS), np.float32), histories)
 

@@ -105,7 +105,7 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
             "user_vector": TableConfig("user_vector", precision="f4"),
             "item_similar": TableConfig("item_similar", k=50, metric="cosine"),
         },
-        reference=ReferenceConfig(dims=case.dims),
+        reference=ReferenceConfig(dims=case.dims, choose=False),
     )  # fmt: skip
     folder.mkdir()
     clicks = synthesize(World(users=case.users, items=case.items))

@@ -24,7 +24,13 @@ import scipy.sparse as sp
 
 from cache.process.redis_server import server
 from precompute.reference.choice import choose
-from precompute.reference.spectral import ROUNDS, Interactions, matrix_of, singular_vectors, tables
+from precompute.reference.spectral import (
+    ROUNDS,
+    UserItemMatrix,
+    matrix_of,
+    singular_vectors,
+    tables,
+)
 from tests.bench.tools.harness import Options, Ratio, Report, parse
 
 ITEMS, CLICKS, DIMS = 20_000, 12, 128
@@ -133,7 +139,7 @@ def gowalla(report: Report, folder: Path) -> None:
     started = time.perf_counter()
     rng = np.random.default_rng(0)
     choice = choose(*known, size[1], 256, rng)
-    data = Interactions.of(matrix_of(*known, size))
+    data = UserItemMatrix.of(matrix_of(*known, size))
     spectrum = singular_vectors(data, choice.shape, rng, rounds=ROUNDS)
     report.figures["train_s"] = time.perf_counter() - started
     vectors = tables(spectrum, data.item_degrees, choice.shape)

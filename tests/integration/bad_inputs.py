@@ -42,7 +42,9 @@ def bundle_vocabulary_shuffled(config: NightConfig, folder: Path) -> NightConfig
 
 def retrained_and_shuffled(config: NightConfig, folder: Path) -> NightConfig:
     found = replace(
-        config, bundle=str(folder / "bundle"), reference=ReferenceConfig(dims=16, seed=7)
+        config,
+        bundle=str(folder / "bundle"),
+        reference=ReferenceConfig(dims=16, seed=7, choose=False),
     )
     train_reference(found, data_until=UNTIL)
     with_items_in_another_order(folder / "bundle")

@@ -77,7 +77,7 @@ def prepare(
             "item_similar": TableConfig("item_similar", k=20, metric="cosine"),
             "user_affinity": TableConfig("value", precision="f4", value="user_affinity"),
         },
-        reference=ReferenceConfig(dims=16),
+        reference=ReferenceConfig(dims=16, choose=False),
         base=str(folder),
     )
     if not (folder / "interactions.parquet").exists():

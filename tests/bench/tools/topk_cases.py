@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories, Tower
 from cache.process.host import usable_cores
 from precompute.bundles.bundle import Bundle
-from precompute.reference.spectral import Shape
+from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 
 DATA = "LARDER_BENCH_DATA"
@@ -44,7 +44,7 @@ def real_case(file: Path, folder: Path, users: int, dims: int, *, seed: int = 0)
     owners = np.repeat(np.arange(len(rows)), np.diff(histories.indptr))
     names = [str(each) for each in range(int(histories.indices.max()) + 1)]
     bundle = train(
-        ReferenceData(owners, histories.indices, names), folder, dims=dims, shape=Shape()
+        ReferenceData(owners, histories.indices, names), folder, dims=dims, shape=SpectralShape()
     )
     chosen = np.random.default_rng(seed).permutation(len(rows))[:users]
     given = histories.take(np.sort(chosen))

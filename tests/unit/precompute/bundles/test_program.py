@@ -15,7 +15,7 @@ import pytest
 from cache.errors import BundleError, ConfigError
 from cache.model.tower import Histories, Tower
 from precompute.bundles.bundle import Bundle
-from precompute.reference.spectral import Shape
+from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from precompute.scoring import towers
 from precompute.scoring.towers import ProgramTower
@@ -41,7 +41,7 @@ def bundle(tmp_path_factory):
         data(),
         tmp_path_factory.mktemp("programs") / "bundle",
         dims=12,
-        shape=Shape(),
+        shape=SpectralShape(),
         programs=True,
     )
 
@@ -78,15 +78,18 @@ def test_a_program_gives_the_numbers_of_its_onnx_file(bundle, name, rows):
 
 
 def test_the_same_data_and_seed_give_the_same_bundle(bundle, tmp_path):
-    again = train(data(), tmp_path / "again", dims=12, shape=Shape(), programs=True)
+    again = train(data(), tmp_path / "again", dims=12, shape=SpectralShape(), programs=True)
 
     assert again.digest == bundle.digest
-    assert train(data(), tmp_path / "without", dims=12, shape=Shape()).user_tower.program is None
+    assert (
+        train(data(), tmp_path / "without", dims=12, shape=SpectralShape()).user_tower.program
+        is None
+    )
 
 
 def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_path):
     other = train(
-        replace(data(), item_rows=data().item_rows[::-1].copy()), tmp_path / "other", dims=12, shape=Shape(),
+        replace(data(), item_rows=data().item_rows[::-1].copy()), tmp_path / "other", dims=12, shape=SpectralShape(),
         programs=True,
     )  # fmt: skip
     model = replace(bundle.user_tower, program=other.user_tower.program)
@@ -154,7 +157,7 @@ def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "precompute.bundles.exports", None)
 
     with pytest.raises(ConfigError, match="extra `gpu`"):
-        train(data(), tmp_path / "bundle", dims=12, shape=Shape(), programs=True)
+        train(data(), tmp_path / "bundle", dims=12, shape=SpectralShape(), programs=True)
     assert not (tmp_path / "bundle/bundle.json").exists()
 
 

@@ -12,7 +12,7 @@ import pytest
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources
 from precompute.operations import train as operation
 from precompute.operations.train import train_reference
-from precompute.reference.spectral import Shape
+from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from precompute.sources.columns import Ids
 
@@ -105,7 +105,7 @@ def test_a_bundle_of_arrow_texts_is_the_bundle_of_python_texts(tmp_path):
     rows = rng.integers(0, 40, 400), rng.integers(0, 20, 400)
 
     plain, arrow = (
-        train(ReferenceData(*rows, *texts), tmp_path / str(number), dims=4, shape=Shape())
+        train(ReferenceData(*rows, *texts), tmp_path / str(number), dims=4, shape=SpectralShape())
         for number, texts in enumerate(given)
     )
 

@@ -5,7 +5,7 @@ import pytest
 
 from precompute.reference import choice, held_out
 from precompute.reference.choice import choose
-from precompute.reference.spectral import Shape
+from precompute.reference.spectral import SpectralShape
 
 USERS, ITEMS, GROUPS = 400, 60, 6
 
@@ -31,12 +31,16 @@ def test_exponents_that_a_trial_cannot_tell_apart_from_the_best_are_the_usual_on
     rng = np.random.default_rng(0)
     usual, other = rng.random(1_000), rng.random(1_000)
     other += usual.mean() - other.mean() + 0.001
-    shapes = {Shape(0.25, 0.2): [other], Shape(0.5, 0.4): [usual], Shape(0.5, 0.3): [usual - 0.2]}
+    shapes = {
+        SpectralShape(0.25, 0.2): [other],
+        SpectralShape(0.5, 0.4): [usual],
+        SpectralShape(0.5, 0.3): [usual - 0.2],
+    }
 
     tied = choice._first(shapes)
-    clear = choice._first(shapes | {Shape(0.25, 0.2): [usual + 0.1]})
+    clear = choice._first(shapes | {SpectralShape(0.25, 0.2): [usual + 0.1]})
 
-    assert tied == Shape(0.5, 0.4) and clear == Shape(0.25, 0.2)
+    assert tied == SpectralShape(0.5, 0.4) and clear == SpectralShape(0.25, 0.2)
 
 
 def test_users_of_six_groups_need_no_more_dimensions_than_about_as_many():
@@ -95,4 +99,4 @@ def test_without_a_user_whose_history_can_be_cut_it_is_the_default(repeats):
 
     found = choose(users, users, 5, 4, np.random.default_rng(0))
 
-    assert found.shape == Shape(dims=4) and not found.trials and found.recall is None
+    assert found.shape == SpectralShape(dims=4) and not found.trials and found.recall is None

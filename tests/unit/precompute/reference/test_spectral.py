@@ -6,8 +6,8 @@ import scipy.sparse as sp
 
 from precompute.reference import spectral
 from precompute.reference.spectral import (
-    Interactions,
-    Shape,
+    SpectralShape,
+    UserItemMatrix,
     matrix_of,
     orthonormal,
     singular_vectors,
@@ -26,7 +26,7 @@ def matrix() -> sp.csr_matrix:
     return matrix_of(users[kept], items[kept], (USERS, ITEMS))
 
 
-def normalised(matrix: sp.csr_matrix, shape: Shape) -> np.ndarray:
+def normalised(matrix: sp.csr_matrix, shape: SpectralShape) -> np.ndarray:
     """The normalised matrix, as the formula says it."""
     dense = matrix.toarray().astype(np.float64)
     users, items = dense.sum(axis=1), dense.sum(axis=0)
@@ -37,31 +37,33 @@ def normalised(matrix: sp.csr_matrix, shape: Shape) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(0.25, 0.2), Shape(0.0, 0.0)])
+@pytest.mark.parametrize(
+    "shape", [SpectralShape(), SpectralShape(0.25, 0.2), SpectralShape(0.0, 0.0)]
+)
 def test_the_product_with_the_gram_matrix_is_that_of_the_normalised_matrix(matrix, shape):
     basis = np.random.default_rng(1).standard_normal((ITEMS, 9)).astype(np.float32)
     wide = normalised(matrix, shape)
 
-    found = Interactions.of(matrix).gram_times(basis, shape)
+    found = UserItemMatrix.of(matrix).gram_times(basis, shape)
 
     np.testing.assert_allclose(found, wide.T @ (wide @ basis), rtol=2e-4, atol=1e-3)
 
 
 def test_the_bits_of_a_product_do_not_depend_on_cores_or_chunks_of_users(matrix, monkeypatch):
     basis = np.random.default_rng(1).standard_normal((ITEMS, 9)).astype(np.float32)
-    data, found = Interactions.of(matrix), []
+    data, found = UserItemMatrix.of(matrix), []
 
     for cores in (1, 2, 5):
         monkeypatch.setattr(spectral, "usable_cores", lambda cores=cores: cores)
-        found.append(data.gram_times(basis, Shape()).tobytes())
+        found.append(data.gram_times(basis, SpectralShape()).tobytes())
 
     assert len(set(found)) == 1
 
 
 def test_singular_vectors_equal_the_exact_ones(matrix):
-    shape = Shape(dims=10)
+    shape = SpectralShape(dims=10)
 
-    found = singular_vectors(Interactions.of(matrix), shape, np.random.default_rng(0), rounds=30)
+    found = singular_vectors(UserItemMatrix.of(matrix), shape, np.random.default_rng(0), rounds=30)
 
     _, values, rows = np.linalg.svd(normalised(matrix, shape))
     np.testing.assert_allclose(found.values[:10], values[:10], rtol=1e-3)
@@ -71,8 +73,8 @@ def test_singular_vectors_equal_the_exact_ones(matrix):
 
 def test_scores_are_those_of_the_ridge_regression_of_the_normalised_matrix(matrix):
     """With all dimensions: N (N'N + r I)^-1 N'N of the row, normalised and brought back."""
-    shape = Shape(0.5, 0.4, ridge=0.1, dims=ITEMS)
-    data = Interactions.of(matrix)
+    shape = SpectralShape(0.5, 0.4, ridge=0.1, dims=ITEMS)
+    data = UserItemMatrix.of(matrix)
     spectrum = singular_vectors(data, shape, np.random.default_rng(0), rounds=30)
 
     rows, items = tables(spectrum, data.item_degrees, shape)
@@ -105,9 +107,9 @@ def test_a_basis_becomes_orthonormal_and_a_column_that_adds_nothing_becomes_zero
 
 
 def test_an_item_that_nobody_clicked_scores_nothing(matrix):
-    data = Interactions.of(matrix)
-    spectrum = singular_vectors(data, Shape(dims=8), np.random.default_rng(0), rounds=5)
+    data = UserItemMatrix.of(matrix)
+    spectrum = singular_vectors(data, SpectralShape(dims=8), np.random.default_rng(0), rounds=5)
 
-    rows, items = tables(spectrum, data.item_degrees, Shape(dims=8))
+    rows, items = tables(spectrum, data.item_degrees, SpectralShape(dims=8))
 
     assert not rows[7].any() and not items[7].any()

@@ -7,7 +7,7 @@ from cache.errors import ConfigError, SourceError
 from cache.model.tower import Tower
 from precompute.reference import train as trainer
 from precompute.reference.affinity import CLUSTERS
-from precompute.reference.spectral import Shape
+from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from tests.models import ITEMS, USERS, histories_of, interactions, train_small
 
@@ -80,7 +80,7 @@ def test_a_given_shape_is_taken_and_nothing_is_tried(tmp_path):
     told = train_small(tmp_path, dims=8).training
 
     assert told["shapes_tried"] == 0 and told["recall_at_20"] is None
-    assert told["dims"] == 8 and told["ridge"] == Shape().ridge
+    assert told["dims"] == 8 and told["ridge"] == SpectralShape().ridge
 
 
 def test_one_user_and_one_item_are_enough(tmp_path):
