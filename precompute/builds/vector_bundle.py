@@ -58,7 +58,7 @@ def make_bundle(
 ) -> Bundle:
     """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
 
-    The bundle names the table that its items are of; other vectors of users alone make no other bundle.
+    The bundle names the table that its items are of; without interactions, other vectors of users make no other bundle.
     """
     sources = config.sources
     items, limit = _items(config, erased), _limit(config, before)
