@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.tower_spec import InputSpec
-from precompute.adapters import vectors as adapter
 from precompute.adapters.folder import bundle_of
 from precompute.adapters.given import ClickMatrix, Vectors
+from precompute.adapters.vectors import model_of
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import bundle_made_of
 from precompute.config.settings import NightConfig
@@ -58,13 +58,13 @@ def make_bundle(
 ) -> Bundle:
     """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
 
-    The bundle names the table that its items are of; other vectors of users alone make no other bundle.
+    The bundle names the table that its items are of; without interactions, other vectors of users make no other bundle.
     """
     sources = config.sources
     items, limit = _items(config, erased), _limit(config, before)
     users = _users(config, items, limit, erased) if sources.user_vectors else None
     clicks = _clicks(config, items, users, limit, before, erased) if sources.interactions else None
-    made = adapter.model_of(items, users, clicks, metric=sources.vector_metric)
+    made = model_of(items, users, clicks, metric=sources.vector_metric)
     _, (table,) = pin([source_file(str(sources.item_vectors), config.path("."))])
     return bundle_of(made, folder, item_vectors=table)
 

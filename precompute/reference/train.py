@@ -33,7 +33,7 @@ FILE_BYTES_MAX = 2**31 - 2**20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceData:
-    """UserItemMatrix as pairs of rows (int64 [n] each); `categories` has one name per item, `times` int64 [n], if known.
+    """Interactions as pairs of rows (int64 [n] each); `categories` has one name per item, `times` int64 [n], if known.
 
     Texts may be Arrow strings: of a large catalogue a Python object each would take more than all else.
     """

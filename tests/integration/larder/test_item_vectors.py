@@ -1,15 +1,31 @@
 """Items as a table of vectors that changes every night: no bundle is brought, a night makes its own."""
 
+import itertools
 import json
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cache.process.redis_server import RedisServer
+from precompute.builds import vector_bundle
+from precompute.config.settings import night_config
+from precompute.steps import (
+    assemble,
+    begin,
+    embed_items,
+    index,
+    load,
+    publish,
+    quantize,
+    score,
+    verify,
+)
 from tests.integration.larder.commands import larder, running
 from tests.integration.larder.vectors import TOP, Floats, asking, best, unit, write
+from tests.integration.nights import top_lists
 from tests.polling import until
 
 USERS, ITEMS, DIMS = 60, 90, 12
@@ -152,3 +168,35 @@ def test_a_bundle_of_ones_own_and_a_table_of_items_are_one_too_many(
 
     assert "bundle (" in told and "and sources.item_vectors (items.parquet) are both set" in told
     assert told.count("\n") == 1
+
+
+def test_each_step_may_run_on_a_host_of_its_own_and_a_retried_begin_finds_its_bundle(
+    shop: Path,
+    environ: dict[str, str],
+    items: Floats,
+    users: Floats,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remote = {
+        "REDIS_URL": environ["REDIS_URL"],
+        "LARDER_NAMESPACE": environ["LARDER_NAMESPACE"],
+        "LARDER_ARTIFACTS": f"memory://{uuid.uuid4().hex}",
+    }
+    config = night_config(str(shop / "larder.toml"), remote)
+    hosts = (replace(config, state=str(shop / f"host-{number}")) for number in itertools.count())
+
+    build = begin.run(next(hosts), data_until=FIRST, run_after=None)
+    monkeypatch.setattr(vector_bundle, "make_bundle", lambda *_, **__: pytest.fail("made twice"))
+    assert begin.run(next(hosts), data_until=FIRST, run_after=None) == build
+    embed_items.run(next(hosts), build)
+    scored = next(hosts)
+    for shard in build["shards"]:
+        score.run_shard(scored, build, shard)
+    for step in (assemble, index, quantize, load, verify):
+        step.run(next(hosts), build)
+    publish.run(next(hosts), build, attempt="test")
+
+    everyone = [f"u{number}" for number in range(USERS)]
+    lists = top_lists(scored, build["generation"], everyone)
+    wanted = best(users @ items.T, 50)
+    assert [list(lists[user]) for user in everyone] == wanted

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
-from precompute.adapters import vectors as adapter
+from precompute.adapters.vectors import model_of
 from precompute.builds import vector_bundle
 from precompute.builds.vector_bundle import make_bundle
 from precompute.bundles.bundle import Bundle
@@ -112,14 +112,13 @@ def test_a_fold_is_chosen_by_few_users_of_many(
 ) -> None:
     config = with_clicks(config, users, items, DAY)
     seen: list[int] = []
-    model_of = adapter.model_of
     monkeypatch.setattr(vector_bundle, "USERS_MAX", 7)
 
     def noted(items: Any, users: Any, clicks: Any, **more: Any) -> Any:
         seen.extend((len(users.ids), clicks.matrix.shape[0], clicks.matrix.nnz))
         return model_of(items, users, clicks, **more)
 
-    monkeypatch.setattr(adapter, "model_of", noted)
+    monkeypatch.setattr(vector_bundle, "model_of", noted)
     made(config)
 
     assert seen == [7, 7, 70]

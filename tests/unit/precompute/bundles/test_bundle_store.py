@@ -3,7 +3,7 @@
 import itertools
 import shutil
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 
@@ -115,7 +115,11 @@ def test_a_remote_store_leaves_no_copy_of_a_bundle_on_a_host(host, tmp_path):
     assert not list(tmp_path.rglob("*.part"))
 
 
-def from_tables(config, sources, make=lambda _folder: pytest.fail("it is there")) -> str:
+def remake(_folder):
+    pytest.fail("it is in the store")
+
+
+def from_tables(config, sources, make=remake) -> str:
     with bundle_made_of(config.store(), sources, make) as bundle:
         bundle.verify()
         return bundle.digest
@@ -147,11 +151,8 @@ def test_bundles_made_of_tables_are_swept_with_their_records(host, monkeypatch):
     assert chosen(host("a")) == mine
     digests = []
     for number in range(3):
-
-        def made(folder: Path, dims: int = 4 + number) -> Bundle:
-            return train_small(folder, dims=dims)
-
-        with bundle_made_of(store, f"{number}" * 64, made, clock=lambda: next(times)) as bundle:
+        make, clock = partial(train_small, dims=4 + number), partial(next, times)
+        with bundle_made_of(store, f"{number}" * 64, make, clock=clock) as bundle:
             digests.append(bundle.digest)
 
     assert sweep_bundles(store) == 1
