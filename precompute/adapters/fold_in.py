@@ -71,8 +71,8 @@ def demand_taste(
     share = float(((clicked > other) + 0.5 * (clicked == other)).mean())
     if share < CHANCE:
         raise SourceError(
-            f"what users clicked scores above a random item in {share:.0%} of pairs, as by chance: are all ids in the "
-            "order of their rows, and are the clicks those that the vectors were fitted on?",
+            f"what users clicked scores above a random item in {share:.0%} of pairs, as by chance: give all ids in the "
+            "order of their rows, and the clicks that the vectors were fitted on",
             share=share,
         )
 

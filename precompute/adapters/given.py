@@ -127,9 +127,12 @@ class ClickMatrix:
         texts = ids_of(range(found.shape[0]), "user") if users is None else users
         if found.shape != (len(texts), len(items)):
             is_turned = found.shape == (len(items), len(texts))
+            remedy = (
+                "give a row for each user and a column for each item, in the order of their ids"
+            )
             raise SourceError(
                 f"the clicks are {found.shape[0]:,} by {found.shape[1]:,}, there are {len(texts):,} users and "
-                f"{len(items):,} items{': it is items by users, give its transpose' if is_turned else ''}"
+                f"{len(items):,} items: {'it is items by users, give its transpose' if is_turned else remedy}"
             )
         if not np.isfinite(found.data).all():
             raise SourceError("the clicks have weights that are no finite numbers: leave those out")
@@ -233,8 +236,11 @@ def _from_file(path: Path, what: str) -> tuple[Any, Any]:
     except FileNotFoundError:
         raise SourceError(f"{what} vectors: there is no file {path}") from None
     except (OSError, ValueError, pa.ArrowInvalid) as error:
-        remedy = "; save numbers, not Python objects" if "pickle" in str(error).lower() else ""
-        raise SourceError(f"{what} vectors {path}: {error}{remedy}") from None
+        if "pickle" in str(error).lower():  # numpy says how it would be read all the same
+            raise SourceError(
+                f"{what} vectors {path} are pickled, and would run whatever code is in them: save numbers, not objects"
+            ) from None
+        raise SourceError(f"{what} vectors {path}: {error}") from None
     names = [each.name for each in table.schema if _is_list(each.type)]
     others = [name for name in table.column_names if name not in names]
     if len(names) != 1 or len(others) > 1:
@@ -285,8 +291,8 @@ def _numbers(rows: Any, what: str) -> NDArray[np.float32]:
     if not finite.all():
         bad = np.flatnonzero(~finite)
         raise SourceError(
-            f"{len(bad):,} {what} vectors are not finite (NaN or infinite), the first in row {bad[0]:,}: was the model "
-            "fitted to its end? Leave these rows and their ids out",
+            f"{len(bad):,} {what} vectors are not finite (NaN or infinite), the first in row {bad[0]:,}: fit the model "
+            "to its end, or leave these rows and their ids out",
             row=int(bad[0]),
         )
     return found

@@ -37,7 +37,8 @@ def from_implicit(
     parts = _saved(Path(model)) if isinstance(model, str | Path) else _attributes(model)
     users, items = parts.get("user_factors"), parts.get("item_factors")
     if users is None or items is None or not np.size(users) or not np.size(items):
-        raise SourceError("the model has no factors: call fit before it is imported")
+        what = model if isinstance(model, str | Path) else type(model).__name__
+        raise SourceError(f"{what} has no factors: call fit before it is imported")
     name = "implicit" if isinstance(model, str | Path) else f"implicit {type(model).__name__}"
     of_items, of_users = Vectors.of(item_ids, items, "item"), Vectors.of(user_ids, users, "user")
     clicks = ClickMatrix.of(user_items, of_users.ids, of_items.ids)
@@ -83,6 +84,8 @@ def _saved(path: Path) -> Mapping[str, Any]:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in _NAMES if name in file.files}
     except (OSError, ValueError, EOFError) as error:
-        raise SourceError(
-            f"{path}: {error}; it is the .npz file that `model.save` writes, and nothing pickled is read"
-        ) from None
+        if "pickle" in str(error).lower():  # numpy says how it would be read all the same
+            raise SourceError(
+                f"{path} is pickled, and would run whatever code is in it: give the .npz file that `model.save` writes"
+            ) from None
+        raise SourceError(f"{path}: {error}; give the .npz file that `model.save` writes") from None

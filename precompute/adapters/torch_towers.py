@@ -186,7 +186,7 @@ def _table(what: str, ids: Any, features: Mapping[str, NDArray[Any]]) -> Any:
 def _demand_same(users: int, items: int) -> None:
     if users != items:
         raise SourceError(
-            f"the user tower gives {users} numbers, the item tower {items}: both are of one fitted model"
+            f"the user tower gives {users} numbers, the item tower {items}: give both of one fitted model"
         )
 
 

@@ -93,7 +93,7 @@ def model_of(
         raise SourceError(f"metric is inner_product or cosine, not {metric!r}")
     if users is not None and users.dims != items.dims:
         raise SourceError(
-            f"users' vectors have {users.dims} numbers, items' {items.dims}: both are of one fitted model"
+            f"users' vectors have {users.dims} numbers, items' {items.dims}: give both of one fitted model"
         )
     if users is not None and clicks is not None:
         demand_taste(items.rows, users.rows, clicks, rng)

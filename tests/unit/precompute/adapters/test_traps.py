@@ -16,18 +16,12 @@ from precompute.adapters.torch_export import Example, export
 from precompute.adapters.torch_towers import from_torch
 from tests.unit.precompute.adapters import torch_examples as towers
 from tests.unit.precompute.adapters.torch_examples import (
-    DIMS,
     HISTORY,
     INDEX,
     ITEMS,
     bound,
     example,
 )
-
-
-class FrozenRows(towers.Mean):
-    def forward(self, history):
-        return self.table(history).sum(1) + torch.zeros(int(history.shape[0]), DIMS)
 
 
 class FrozenLength(towers.Mean):
@@ -92,14 +86,6 @@ def refused(kind, error, remedy):
 )
 def test_what_torch_itself_says_is_no_vector(kind, remedy):
     refused(kind, SourceError, remedy)
-
-
-def test_frozen_rows_are_named():
-    refused(
-        FrozenRows,
-        BundleError,
-        "input 'history' has axis 0 (rows) frozen at 3: take sizes from tensors",
-    )
 
 
 def test_a_frozen_length_is_named():
@@ -190,7 +176,7 @@ def test_a_history_longer_than_its_table_of_places_is_named():
 
 def test_towers_of_two_widths_are_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(
-        SourceError, match="gives 8 numbers, the item tower 4: both are of one fitted model"
+        SourceError, match="gives 8 numbers, the item tower 4: give both of one fitted model"
     ):
         from_torch(
             towers.Mean().eval(), towers.Items(4).eval(), example(), to=tmp_path / "out",

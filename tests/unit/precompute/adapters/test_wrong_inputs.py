@@ -1,0 +1,138 @@
+"""Ten wrong inputs, each refused in the words of the page about them: what is wrong, and what to do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from cache.errors import LarderError
+from infra.cli.__main__ import USAGE, main
+from precompute.adapters.implicit_models import from_implicit
+from precompute.adapters.vectors import from_vectors
+from tests.unit.precompute.adapters.written import taste_clicks
+from tests.unit.test_rooms import ROOT
+
+PAGE = ROOT / "docs/how-to/import/wrong-inputs.md"
+CLICKS = taste_clicks()
+LEFT, VALUES, RIGHT = np.linalg.svd(CLICKS.toarray(), full_matrices=False)
+USERS = (LEFT[:, :6] * VALUES[:6]).astype(np.float32)
+ITEMS = np.ascontiguousarray(RIGHT[:6].T)
+IDS = [f"i{n}" for n in range(80)]
+
+
+class Wrong(NamedTuple):
+    """A wrong input in the current folder: its import into `out`, and the words of `larder import` for that."""
+
+    imported: Callable[[], Any]
+    words: tuple[str, ...] = ()
+
+
+def vectors(items: Any = ITEMS, users: Any = USERS, ids: list[str] = IDS) -> Wrong:
+    np.save("items.npy", items, allow_pickle=True)
+    np.save("users.npy", users)
+    sp.save_npz("clicks.npz", CLICKS)
+    Path("ids.txt").write_text("\n".join(ids), encoding="utf-8")
+    words = "vectors --items items.npy --users users.npy --clicks clicks.npz --item-ids ids.txt --to out"
+    return Wrong(
+        lambda: from_vectors(
+            "ids.txt", "items.npy", None, "users.npy", clicks="clicks.npz", to="out"
+        ),
+        tuple(words.split()),
+    )
+
+
+def shuffled() -> Wrong:
+    return vectors(users=USERS[np.random.default_rng(0).permutation(120)])
+
+
+def not_a_number() -> Wrong:
+    items = ITEMS.copy()
+    items[3, 2] = np.nan
+    return vectors(items)
+
+
+def unfitted() -> Wrong:
+    np.savez("als.npz", regularization=0.1, alpha=1.0)
+    sp.save_npz("clicks.npz", CLICKS)
+    return Wrong(
+        lambda: from_implicit("als.npz", "clicks.npz", to="out"),
+        ("implicit", "als.npz", "--clicks", "clicks.npz", "--to", "out"),
+    )
+
+
+def frozen() -> Wrong:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+    from precompute.adapters.torch_towers import from_torch
+    from tests.unit.precompute.adapters import torch_examples as towers
+
+    class FrozenRows(towers.Mean):
+        def forward(self, history):
+            rows = int(history.shape[0])
+            return self.table(history).sum(1) + torch.zeros(rows, towers.DIMS)
+
+    users, items = FrozenRows().eval(), towers.Items().eval()
+    ids = range(towers.ITEMS)
+    return Wrong(lambda: from_torch(users, items, towers.example(), to="out", item_ids=ids))
+
+
+WRONG: dict[str, Callable[[], Wrong]] = {
+    "shuffled ids": shuffled,
+    "wrong dimensions": lambda: vectors(users=USERS[:, :5]),
+    "NaN": not_a_number,
+    "frozen batch": frozen,
+    "half precision": lambda: vectors(ITEMS.astype(np.float16)),
+    "missing item": lambda: vectors(ids=IDS[:79]),
+    "pickles": lambda: vectors(np.array([{"a": 1}], dtype=object)),
+    "duplicate ids": lambda: vectors(ids=[*IDS[:79], "i7"]),
+    "unfitted model": unfitted,
+}
+
+NO_FILE = {"frozen batch"}
+"""Wrong inputs that `larder import` cannot be given."""
+
+
+def told() -> dict[str, str]:
+    """Messages by wrong input, as the table of the page has them."""
+    lines = PAGE.read_text(encoding="utf-8").partition("|---|---|---|\n")[2].splitlines()
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+    return {name: f"{said}: {remedy}" for name, said, remedy in cells}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_page_has_each_of_them():
+    assert list(told()) == list(WRONG)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_it_is_refused_in_one_line_that_names_the_remedy_and_nothing_is_written(name, tmp_path):
+    wrong = WRONG[name]()
+
+    with pytest.raises(LarderError) as error:
+        wrong.imported()
+
+    assert error.value.message == told()[name]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", [each for each in WRONG if each not in NO_FILE])
+def test_larder_import_says_the_same(name, tmp_path, capsys):
+    wrong = WRONG[name]()
+    before = sorted(tmp_path.iterdir())
+
+    code = main(["import", *wrong.words])
+
+    out, err = capsys.readouterr()
+    assert (code, out, err) == (USAGE, "", f"larder: {told()[name]}\n")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_is_right_is_imported():
+    assert main(["import", *vectors().words]) == 0
