@@ -24,10 +24,6 @@ from precompute.sources.interactions import Counted, Numbered
 from precompute.sources.readers import feature_schema, read_features, read_interactions
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
-REPORTED = (
-    "dims", "user_exponent", "item_exponent", "ridge", "recall_at_20", "shapes_tried", "users_held_out", "held_out",
-)  # fmt: skip
-"""Numbers of the choice that a training reports."""
 UNKNOWN = "unknown"
 """Category of an item that has none."""
 
@@ -72,12 +68,12 @@ def train_reference(
         shutil.rmtree(beside, ignore_errors=True)
     progress("train", 1, 1)
     return {
+        **bundle.training,
         "bundle": str(target),
         "digest": bundle.digest,
         "users": user_count,
         "items": len(item_ids),
         "interactions": rows,
-        **{name: bundle.training[name] for name in REPORTED},
         "seconds": round(time.perf_counter() - started, 3),
     }
 

@@ -16,14 +16,8 @@ from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.progress import Progress, quiet
 from precompute.reference.affinity import affinities
 from precompute.reference.choice import Choice, choose
-from precompute.reference.spectral import (
-    ROUNDS,
-    SpectralShape,
-    UserItemMatrix,
-    matrix_of,
-    singular_vectors,
-    tables,
-)
+from precompute.reference.shapes import Shape, tables_of
+from precompute.reference.spectral import UserItemMatrix, matrix_of
 
 AFFINITY_SHARPNESS = 8.0
 HISTORY_MAX = 1024
@@ -52,7 +46,7 @@ def train(
     dims: int = 256,
     seed: int = 0,
     programs: bool = False,
-    shape: SpectralShape | None = None,
+    shape: Shape | None = None,
     progress: Progress = quiet,
 ) -> Bundle:
     """Train and write a bundle; the same data and seed give the same bytes on the same machine.
@@ -82,8 +76,7 @@ def train(
     )
     matrix = matrix_of(data.user_rows, data.item_rows, (users, items))
     counted = UserItemMatrix.of(matrix)
-    spectrum = singular_vectors(counted, chosen.shape, rng, rounds=ROUNDS)
-    history_rows, item_vectors = tables(spectrum, counted.item_degrees, chosen.shape)
+    [(_, (history_rows, item_vectors))] = tables_of(counted, [chosen.shape], rng)
     dims = chosen.shape.dims
     centroids, labels = affinities(
         item_vectors, counted.item_degrees, data.item_ids, data.categories, rng
@@ -94,7 +87,7 @@ def train(
     carried = _programs(padded, item_vectors, sharpened) if programs else {}
     return write_bundle(
         out,
-        name="reference-spectral",
+        name=f"reference-{chosen.row()['method']}",
         version=f"1-seed{seed}",
         dims=dims,
         item_ids=data.item_ids,
@@ -118,7 +111,6 @@ def train(
             )
         },
         training={
-            "method": "spectral",
             "users": users,
             "items": items,
             "interactions": int(matrix.nnz),

@@ -1,7 +1,8 @@
 """Training of the reference bundle beside the night that follows: seconds and peak memory of both, by users.
 
-Each size has 12 drawn clicks a user, popular and rare items, at random times. `train` (the choice of its numbers
-included) and `night` run as programs of their own, one after the other, over the same files with a real Redis.
+Each size has 12 drawn clicks a user, popular and rare items, most of them of the user's taste, at random times.
+`train` (the choice of its numbers included) and `night` run as programs of their own, one after the other, over the
+same files with a real Redis.
 `vs_night` is the time of a training over that of the night (lower is better), of the largest size, by the clock.
 
 `--gowalla FOLDER` (with `train.txt.gz` and `test.txt.gz`, a line for each user: the user, then the items) trains on
@@ -24,16 +25,13 @@ import scipy.sparse as sp
 
 from cache.process.redis_server import server
 from precompute.reference.choice import choose
-from precompute.reference.spectral import (
-    ROUNDS,
-    UserItemMatrix,
-    matrix_of,
-    singular_vectors,
-    tables,
-)
+from precompute.reference.shapes import tables_of
+from precompute.reference.spectral import UserItemMatrix, matrix_of
 from tests.bench.tools.harness import Options, Ratio, Report, parse
 
 ITEMS, CLICKS, DIMS = 20_000, 12, 128
+TASTES, LIKED = 50, 0.7
+"""Groups of items, one of which a user likes, and the share of the clicks that fall into it."""
 USERS, USERS_QUICK = (250_000, 1_000_000, 2_000_000), (50_000,)
 TOP = 20
 STEP = 100_000
@@ -49,7 +47,10 @@ def write(path: Path, users: int) -> None:
         for start in range(0, users, STEP):
             count = min(STEP, users - start) * CLICKS
             items = (ITEMS * rng.random(count) ** 2).astype(np.int64)
-            owners = pa.array(start + np.arange(count) // CLICKS).cast(pa.string())
+            numbers = start + np.arange(count) // CLICKS
+            liked = items - items % TASTES + numbers % TASTES
+            items = np.where(rng.random(count) < LIKED, liked, items)
+            owners = pa.array(numbers).cast(pa.string())
             times = 1_700_000_000 + rng.integers(0, 10_000_000, count)
             file.write_table(pa.table([owners, names.take(pa.array(items)), times], schema=schema))
 
@@ -74,16 +75,19 @@ def run(config: Path, command: str) -> tuple[float, float]:
         "--config",
         str(config),
         "--quiet",
-        "--json",
         command,
     ]
     started = time.perf_counter()
-    with (config.parent / f"{command}.log").open("wb") as log:
-        to_log = [(os.POSIX_SPAWN_DUP2, log.fileno(), number) for number in (1, 2)]
-        child = os.posix_spawn(sys.executable, words, os.environ, file_actions=to_log)
+    out, log = (config.parent / f"{command}.{kind}" for kind in ("json", "log"))
+    with out.open("wb") as first, log.open("wb") as second:
+        to_files = [
+            (os.POSIX_SPAWN_DUP2, file.fileno(), number)
+            for number, file in ((1, first), (2, second))
+        ]
+        child = os.posix_spawn(sys.executable, words, os.environ, file_actions=to_files)
         _, status, usage = os.wait4(child, 0)
     if status:
-        raise RuntimeError((config.parent / f"{command}.log").read_text()[-2_000:])
+        raise RuntimeError(log.read_text()[-2_000:])
     return time.perf_counter() - started, usage.ru_maxrss / (1 << 20)
 
 
@@ -94,7 +98,7 @@ def sizes(report: Report, options: Options) -> None:
             write(Path(place) / "clicks.parquet", users)
             config = settings(Path(place), redis.url)
             trained, training_gib = run(config, "train")
-            told = json.loads((Path(place) / "train.log").read_text().splitlines()[-1])
+            told = json.loads((Path(place) / "train.json").read_text())
             night, night_gib = run(config, "night")
         report.figures[f"{users:,} users, train"] = f"{trained:.1f} s, {training_gib:.2f} GiB"
         report.figures[f"{users:,} users, night"] = f"{night:.1f} s, {night_gib:.2f} GiB"
@@ -140,9 +144,8 @@ def gowalla(report: Report, folder: Path) -> None:
     rng = np.random.default_rng(0)
     choice = choose(*known, size[1], 256, rng)
     data = UserItemMatrix.of(matrix_of(*known, size))
-    spectrum = singular_vectors(data, choice.shape, rng, rounds=ROUNDS)
+    [(_, vectors)] = tables_of(data, [choice.shape], rng)
     report.figures["train_s"] = time.perf_counter() - started
-    vectors = tables(spectrum, data.item_degrees, choice.shape)
     recall, gain = found(matrix_of(*known, size), matrix_of(*wanted, size), *vectors)
     report.figures |= {
         "chosen": json.dumps(choice.row()),

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from precompute.reference import choice, held_out
+from precompute.reference import choice, cuts, held_out
+from precompute.reference.alternating import AlternatingShape
 from precompute.reference.choice import choose
+from precompute.reference.shapes import Shape
 from precompute.reference.spectral import SpectralShape
 
 USERS, ITEMS, GROUPS = 400, 60, 6
@@ -31,7 +33,7 @@ def test_exponents_that_a_trial_cannot_tell_apart_from_the_best_are_the_usual_on
     rng = np.random.default_rng(0)
     usual, other = rng.random(1_000), rng.random(1_000)
     other += usual.mean() - other.mean() + 0.001
-    shapes = {
+    shapes: dict[Shape, list[np.ndarray]] = {
         SpectralShape(0.25, 0.2): [other],
         SpectralShape(0.5, 0.4): [usual],
         SpectralShape(0.5, 0.3): [usual - 0.2],
@@ -41,6 +43,21 @@ def test_exponents_that_a_trial_cannot_tell_apart_from_the_best_are_the_usual_on
     clear = choice._first(shapes | {SpectralShape(0.25, 0.2): [usual + 0.1]})
 
     assert tied == SpectralShape(0.5, 0.4) and clear == SpectralShape(0.25, 0.2)
+
+
+@pytest.mark.parametrize(("gain", "kind"), [(0.05, SpectralShape), (0.07, AlternatingShape)])
+def test_alternating_vectors_are_taken_only_where_they_find_clearly_more(monkeypatch, gain, kind):
+    def tried(found, shapes, cuts, rng, progress):
+        for shape in shapes:
+            finds = 0.5 * (1 + gain * isinstance(shape, AlternatingShape))
+            found.setdefault(shape, [np.full(100, finds)])
+
+    monkeypatch.setattr(choice, "_try", tried)
+
+    found = choose(*clicks(), ITEMS, 16, np.random.default_rng(0))
+
+    assert isinstance(found.shape, kind)
+    assert found.row()["method"] == {SpectralShape: "spectral"}.get(kind, "alternating")
 
 
 def test_users_of_six_groups_need_no_more_dimensions_than_about_as_many():
@@ -86,7 +103,7 @@ def test_with_times_the_latest_items_are_held_out(monkeypatch):
 
 
 def test_a_large_data_set_is_judged_on_a_sample_of_whole_users(monkeypatch):
-    monkeypatch.setattr(choice, "SAMPLE", 1_000)
+    monkeypatch.setattr(cuts, "SAMPLE", 1_000)
 
     found = choose(*clicks(), ITEMS, 8, np.random.default_rng(0))
 

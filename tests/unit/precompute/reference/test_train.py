@@ -62,9 +62,10 @@ def test_the_bundle_says_what_was_chosen_and_how_well_it_found_what_was_held_out
         ReferenceData(users, items, [str(each) for each in range(ITEMS)]), tmp_path
     ).training
 
-    assert told["shapes_tried"] >= 40 and 0 < told["recall_at_20"] <= 1
+    assert told["shapes_tried"] in {37, 43} and 0 < told["recall_at_20"] <= 1
     assert told["held_out"] == "random" and told["users_held_out"] > 0
-    assert {"user_exponent", "item_exponent", "ridge", "dims"} <= set(told)
+    assert told["method"] in {"spectral", "alternating"}
+    assert {"item_exponent", "ridge", "dims"} <= set(told)
 
 
 def test_a_choice_with_the_same_seed_gives_the_same_bundle(tmp_path):
@@ -114,7 +115,7 @@ def test_a_table_that_no_model_file_holds_is_refused_before_anything_is_computed
 ):
     """2.1 M items of 256 dimensions failed when they were written, after hours."""
     monkeypatch.setattr(trainer, "FILE_BYTES_MAX", 4 * 5 * (8 + 1))
-    monkeypatch.setattr(trainer, "singular_vectors", None)
+    monkeypatch.setattr(trainer, "tables_of", None)
     rows = np.arange(8)
     data = ReferenceData(rows, rows, [str(row) for row in rows])
     with pytest.raises(ConfigError, match=r"8 items of 8 dimensions .* set reference\.dims to 5"):

@@ -1,0 +1,87 @@
+"""Shapes of the reference model, spectral and alternating: which are tried, and the tables that one is trained to."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from precompute.reference.alternating import AlternatingShape, fold, item_vectors
+from precompute.reference.spectral import (
+    ROUNDS,
+    SpectralShape,
+    Spectrum,
+    UserItemMatrix,
+    singular_vectors,
+    tables,
+)
+
+Shape = SpectralShape | AlternatingShape
+Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Rows whose sum over a history is the user, and the items' vectors, [items, dims] each."""
+
+USER_EXPONENTS = (0.5, 0.25)
+ITEM_EXPONENTS = (0.5, 0.4, 0.3, 0.2)
+OTHERS = (0.003, 0.02, 0.1)
+REGULARIZATIONS = (0.003, 0.01, 0.03)
+SPECTRAL_RIDGES = (0.3, 0.1, 0.03, 0.01)
+FOLD_RIDGES = (0.3, 1.0, 3.0)
+FOLD_EXPONENTS = (0.0, 0.2)
+
+
+def trained(dims: int) -> list[Shape]:
+    """Shapes that each take a training of their own, spectral ones first."""
+    spectral = product(USER_EXPONENTS, ITEM_EXPONENTS)
+    alternating = product(OTHERS, REGULARIZATIONS)
+    return [
+        *(SpectralShape(*each, dims=dims) for each in spectral),
+        *(AlternatingShape(*each, dims=dims) for each in alternating),
+    ]
+
+
+def folded(shape: Shape) -> list[Shape]:
+    """Shapes that one training gives, this one among them."""
+    if isinstance(shape, SpectralShape):
+        return [replace(shape, ridge=each) for each in SPECTRAL_RIDGES]
+    folds = product(FOLD_RIDGES, FOLD_EXPONENTS)
+    return [replace(shape, ridge=ridge, item_exponent=each) for ridge, each in folds]
+
+
+def training_of(shape: Shape) -> Shape:
+    """The same training with the usual fold."""
+    if isinstance(shape, SpectralShape):
+        return replace(shape, ridge=SpectralShape().ridge)
+    usual = AlternatingShape()
+    return replace(shape, ridge=usual.ridge, item_exponent=usual.item_exponent)
+
+
+def distance(shape: Shape) -> float:
+    """Distance of a spectral shape's exponents from the usual ones; 0 for an alternating shape."""
+    if isinstance(shape, AlternatingShape):
+        return 0.0
+    usual = SpectralShape()
+    moved = abs(shape.user_exponent - usual.user_exponent)
+    return round(moved + abs(shape.item_exponent - usual.item_exponent), 6)
+
+
+def tables_of(
+    data: UserItemMatrix, shapes: Iterable[Shape], rng: np.random.Generator
+) -> Iterator[tuple[Shape, Tables]]:
+    """Tables of each shape; neighbours of one training are trained once."""
+    start: Spectrum | None = None
+    for training, some in groupby(shapes, training_of):
+        if isinstance(training, SpectralShape):
+            spectrum = singular_vectors(data, training, rng, rounds=ROUNDS)
+            for each in some:
+                assert isinstance(each, SpectralShape)  # noqa: S101 - as its training is
+                yield each, tables(spectrum, data.item_degrees, each)
+        else:
+            if start is None or start.vectors.shape[1] < training.dims:
+                start = singular_vectors(
+                    data, SpectralShape(dims=training.dims), rng, rounds=ROUNDS
+                )
+            vectors = item_vectors(data, start, training, rng)
+            for each in some:
+                assert isinstance(each, AlternatingShape)  # noqa: S101 - as its training is
+                yield each, (fold(vectors, data, each), vectors)
