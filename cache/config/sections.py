@@ -87,7 +87,7 @@ class ReferenceConfig:
     dims: Annotated[int, Field(ge=1, le=4096)] = 256
     """Dimensions of a vector at most; fewer are taken where they find as much."""
     choose: bool = True
-    """True if exponents, ridge and dimensions are those that find most of held-out histories; else they are fixed."""
+    """True if method, numbers and dimensions are those that find most of held-out histories; else they are fixed."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of its random numbers."""
     programs: bool = False

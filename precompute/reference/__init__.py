@@ -1,4 +1,4 @@
-"""The reference model: a closed-form two-tower, its numbers chosen by what it finds of held-out histories.
+"""The reference model: two towers linear in a history, chosen with their numbers by what they find of held-out histories.
 
-Imports bundles and sources; no gradients and no torch. Start at `train`.
+Spectral or by alternating least squares; no gradients and no torch. Imports bundles and sources. Start at `train`.
 """

@@ -18,9 +18,10 @@ from precompute.reference.cuts import Cut, sample_of
 from precompute.reference.shapes import (
     Shape,
     distance,
+    first_tried,
     folded,
+    regularized,
     tables_of,
-    trained,
     training_of,
 )
 from precompute.reference.spectral import SpectralShape
@@ -93,8 +94,8 @@ def choose(
 ) -> Choice:
     """The shape with the highest recall; `dims` is the most that its vectors may have. Pairs and times are [n] each.
 
-    First each training is judged with the usual fold, then the best of each method with all folds, then the method that
-    won with fewer dimensions.
+    One thing after the other, each for the best so far of both methods: exponents and weights, regularisations, folds.
+    The method that won is tried with fewer dimensions.
     """
     sample = sample_of(user_rows, item_rows, times, rng)
     cuts = [Cut.of(sample, items, rng)]
@@ -104,8 +105,9 @@ def choose(
         more = min(CUTS, -(-HELD // len(cuts[0].held.indices))) - 1
         cuts += [Cut.of(sample, items, rng) for _ in range(more)]
     found: Recalls = {}
-    _try(found, trained(dims), cuts, rng, progress)
-    _try(found, [each for shape in _best(found) for each in folded(shape)], cuts, rng, progress)
+    _try(found, first_tried(dims), cuts, rng, progress)
+    for others in (regularized, folded):
+        _try(found, [each for shape in _best(found) for each in others(shape)], cuts, rng, progress)
     spectral, alternating = _best(found)
     wins = _mean(found[alternating]) > (1 + MARGIN) * _mean(found[spectral])
     training = training_of(alternating if wins else spectral)

@@ -14,7 +14,7 @@ from precompute.reference.spectral import UserItemMatrix, matrix_of
 
 USERS = 8_000
 """Users whose histories are cut: on Gowalla 3,000 chose other exponents with another seed."""
-SAMPLE = 2_500_000
+SAMPLE = 1_500_000
 """Interactions at most on which shapes are compared."""
 LEAST = 5
 """Items of a user whose history is cut."""

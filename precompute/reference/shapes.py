@@ -30,14 +30,20 @@ FOLD_RIDGES = (0.3, 1.0, 3.0)
 FOLD_EXPONENTS = (0.0, 0.2)
 
 
-def trained(dims: int) -> list[Shape]:
-    """Shapes that each take a training of their own, spectral ones first."""
-    spectral = product(USER_EXPONENTS, ITEM_EXPONENTS)
-    alternating = product(OTHERS, REGULARIZATIONS)
+def first_tried(dims: int) -> list[Shape]:
+    """Shapes that each take a training of their own, spectral ones first; alternating ones of one regularisation."""
+    exponents = product(USER_EXPONENTS, ITEM_EXPONENTS)
     return [
-        *(SpectralShape(*each, dims=dims) for each in spectral),
-        *(AlternatingShape(*each, dims=dims) for each in alternating),
+        *(SpectralShape(*each, dims=dims) for each in exponents),
+        *(AlternatingShape(each, dims=dims) for each in OTHERS),
     ]
+
+
+def regularized(shape: Shape) -> list[Shape]:
+    """An alternating shape with each regularisation; of a spectral one itself."""
+    if isinstance(shape, SpectralShape):
+        return [shape]
+    return [replace(shape, regularization=each) for each in REGULARIZATIONS]
 
 
 def folded(shape: Shape) -> list[Shape]:

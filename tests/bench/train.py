@@ -61,7 +61,7 @@ def settings(folder: Path, url: str) -> Path:
     path.write_text(
         f'redis_url = "{url}"\nartifacts = "artifacts"\nstate = "state"\nbundle = "bundle"\nshards = 8\n'
         f'[sources]\ninteractions = ["clicks.parquet"]\n[reference]\ndims = {DIMS}\n'
-        '[tables.user_topk]\nkind = "user_topk"\nk = 20\n'
+        '[tables.user_topk]\nkind = "user_topk"\nk = 100\n'
     )
     return path
 
@@ -78,13 +78,9 @@ def run(config: Path, command: str) -> tuple[float, float]:
         command,
     ]
     started = time.perf_counter()
-    out, log = (config.parent / f"{command}.{kind}" for kind in ("json", "log"))
-    with out.open("wb") as first, log.open("wb") as second:
-        to_files = [
-            (os.POSIX_SPAWN_DUP2, file.fileno(), number)
-            for number, file in ((1, first), (2, second))
-        ]
-        child = os.posix_spawn(sys.executable, words, os.environ, file_actions=to_files)
+    with (log := config.parent / f"{command}.log").open("wb") as file:
+        to_log = [(os.POSIX_SPAWN_DUP2, file.fileno(), number) for number in (1, 2)]
+        child = os.posix_spawn(sys.executable, words, os.environ, file_actions=to_log)
         _, status, usage = os.wait4(child, 0)
     if status:
         raise RuntimeError(log.read_text()[-2_000:])
@@ -98,11 +94,11 @@ def sizes(report: Report, options: Options) -> None:
             write(Path(place) / "clicks.parquet", users)
             config = settings(Path(place), redis.url)
             trained, training_gib = run(config, "train")
-            told = json.loads((Path(place) / "train.json").read_text())
+            chosen = json.loads((Path(place) / "bundle" / "bundle.json").read_bytes())["training"]
             night, night_gib = run(config, "night")
         report.figures[f"{users:,} users, train"] = f"{trained:.1f} s, {training_gib:.2f} GiB"
         report.figures[f"{users:,} users, night"] = f"{night:.1f} s, {night_gib:.2f} GiB"
-        report.figures[f"{users:,} users, chosen"] = json.dumps(told)
+        report.figures[f"{users:,} users, chosen"] = json.dumps(chosen)
         report.ratios["vs_night"] = Ratio(trained / night, 1.0, 1, trained, night)
 
 

@@ -62,7 +62,7 @@ def test_the_bundle_says_what_was_chosen_and_how_well_it_found_what_was_held_out
         ReferenceData(users, items, [str(each) for each in range(ITEMS)]), tmp_path
     ).training
 
-    assert told["shapes_tried"] in {37, 43} and 0 < told["recall_at_20"] <= 1
+    assert told["shapes_tried"] in {33, 39} and 0 < told["recall_at_20"] <= 1
     assert told["held_out"] == "random" and told["users_held_out"] > 0
     assert told["method"] in {"spectral", "alternating"}
     assert {"item_exponent", "ridge", "dims"} <= set(told)
