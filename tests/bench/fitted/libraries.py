@@ -1,0 +1,174 @@
+"""Models of RecBole and torch-rechub, fitted by these, and a tiny random encoder of sentence-transformers."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from precompute.adapters.torch_libraries import (
+    from_recbole,
+    from_rechub,
+    from_sentence_transformer,
+)
+from tests.bench.fitted.cut import GENRES, ITEMS, USERS, Cut
+from tests.bench.fitted.fitted import Fitted
+
+DIMS, LENGTH, BATCH = 32, 50, 256
+
+
+def light_gcn(cut: Cut) -> Fitted:
+    """LightGCN of RecBole, by pairs."""
+    return _recbole("LightGCN", cut, {"embedding_size": DIMS, "n_layers": 2, "epochs": 40})
+
+
+def sas_rec(cut: Cut) -> Fitted:
+    """SASRec of RecBole, by next items."""
+    return _recbole(
+        "SASRec",
+        cut,
+        {
+            "hidden_size": DIMS, "inner_size": 2 * DIMS, "n_layers": 1, "epochs": 3,
+            "train_neg_sample_args": None, "MAX_ITEM_LIST_LENGTH": LENGTH,
+        },
+    )  # fmt: skip
+
+
+def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
+    recbole = {each: import_module(f"recbole.{each}") for each in ("config", "data", "utils")}
+    with TemporaryDirectory() as folder:
+        lines = (f"{user}\t{item}\t{time}\n" for user, item, time in cut.rows())
+        path = Path(folder) / "drawn" / "drawn.inter"
+        path.parent.mkdir()
+        path.write_text("user_id:token\titem_id:token\ttimestamp:float\n" + "".join(lines))
+        given = {
+            "data_path": folder, "checkpoint_dir": folder, "seed": 0, "use_gpu": False,
+            "show_progress": False, "state": "ERROR", "learning_rate": 5e-3,
+            "load_col": {"inter": ["user_id", "item_id", "timestamp"]},
+            "eval_args": {"split": {"RS": [1, 0, 0]}, "order": "TO", "group_by": "user", "mode": "full"},
+            **more,
+        }  # fmt: skip
+        sys.argv = sys.argv[:1]  # RecBole takes settings from there, too
+        config = recbole["config"].Config(model=name, dataset="drawn", config_dict=given)
+        recbole["utils"].init_seed(0, True)
+        dataset = recbole["data"].create_dataset(config)
+        loader = recbole["data"].data_preparation(config, dataset)[0]
+        model = recbole["utils"].get_model(name)(config, loader.dataset)
+        kind = recbole["utils"].get_trainer(config["MODEL_TYPE"], name)
+        kind(config, model).fit(loader, saved=False, show_progress=False)
+    model.eval()
+    users, items = (
+        dataset.field2id_token[field].tolist() for field in (dataset.uid_field, dataset.iid_field)
+    )
+    column = {int(token): place for place, token in enumerate(items) if place}
+    row = {int(token): place for place, token in enumerate(users) if place}
+
+    def lists() -> Any:
+        with torch.no_grad():
+            if hasattr(model, "max_seq_length"):
+                found = np.zeros((len(cut.asked), LENGTH), np.int64)
+                for place, user in enumerate(cut.asked):
+                    last = [column[int(item)] for item in cut.histories[user][-LENGTH:]]
+                    found[place, : len(last)] = last
+                asked = {
+                    model.ITEM_SEQ: torch.from_numpy(found),
+                    model.ITEM_SEQ_LEN: torch.from_numpy((found != 0).sum(axis=1)),
+                }
+            else:
+                asked = {model.USER_ID: torch.tensor([row[int(user)] for user in cut.asked])}
+            scores = model.full_sort_predict(asked).view(len(cut.asked), -1).numpy()
+        known = np.full((len(cut.asked), ITEMS), -np.inf)
+        known[:, list(column)] = scores[:, list(column.values())]
+        return cut.best(known)
+
+    return Fitted(lambda to: from_recbole(model, dataset, to=to), lists)
+
+
+def dssm(cut: Cut) -> Fitted:
+    """DSSM of torch-rechub: users by number and the mean of a history, items by number."""
+    rechub = {
+        each: import_module(f"torch_rechub.{each}")
+        for each in ("basic.features", "models.matching", "trainers")
+    }
+    sparse, sequence = (
+        getattr(rechub["basic.features"], f"{each}Feature") for each in ("Sparse", "Sequence")
+    )
+    torch.manual_seed(0)
+    of_item = sparse("item", vocab_size=ITEMS + 1, embed_dim=DIMS)
+    of_user = [
+        sparse("user", vocab_size=USERS + 1, embed_dim=DIMS),
+        sequence(
+            "history", vocab_size=ITEMS + 1, embed_dim=DIMS, pooling="mean", shared_with="item"
+        ),
+    ]
+    layers = {"dims": [2 * DIMS, DIMS], "activation": "relu"}
+    model = rechub["models.matching"].DSSM(of_user, [of_item], layers, layers)
+    rng = np.random.default_rng(0)
+    users = np.repeat(np.arange(USERS), [len(each) for each in cut.histories])
+    liked = np.concatenate(cut.histories)
+    both = {
+        "user": np.tile(users + 1, 4),
+        "item": np.concatenate([liked + 1, rng.integers(1, ITEMS + 1, 3 * len(liked))]),
+        "history": np.tile(cut.padded(users, LENGTH, 0, first=1), (4, 1)),
+    }
+    wanted = np.repeat(np.array([1.0, 0.0], np.float32), [len(liked), 3 * len(liked)])
+    order = rng.permutation(len(wanted))
+    batches = [
+        (
+            {key: torch.from_numpy(each[some]) for key, each in both.items()},
+            torch.from_numpy(wanted[some]),
+        )
+        for some in np.array_split(order, len(order) // 4_096)
+    ]
+    trainer = rechub["trainers"].MatchTrainer(
+        model, mode=0, optimizer_params={"lr": 3e-3, "weight_decay": 1e-6}, n_epoch=1
+    )
+    for _ in range(3):
+        trainer.train_one_epoch(batches)
+
+    def lists() -> Any:
+        model.eval()
+        asked = {
+            "user": torch.from_numpy(cut.asked + 1),
+            "history": torch.from_numpy(cut.padded(cut.asked, LENGTH, 0, first=1)),
+        }
+        with torch.no_grad():
+            of_users = model.user_tower(asked)
+            of_items = model.item_tower({"item": torch.arange(1, ITEMS + 1)})
+        return cut.best((of_users @ of_items.T).numpy())
+
+    def put(to: Path) -> Any:
+        with TemporaryDirectory() as folder:
+            clicks = cut.write(Path(folder) / "clicks.csv")
+            return from_rechub(
+                model, to=to, item_ids=range(ITEMS), item="item", history="history", user="user",
+                user_ids=range(USERS), clicks=clicks, max_length=LENGTH,
+            )  # fmt: skip
+
+    return Fitted(put, lists)
+
+
+def sentences(cut: Cut) -> Fitted:
+    """Texts of an item's genre and number, by a random encoder of one layer."""
+    library = import_module("sentence_transformers")
+    parts = import_module("sentence_transformers.models")
+    torch.manual_seed(0)
+    words = sorted({*GENRES, *(str(number) for number in range(10))})
+    tokenizer = parts.tokenizer.WhitespaceTokenizer(words, stop_words=())
+    weights = np.random.default_rng(0).normal(size=(len(words) + 1, DIMS)).astype(np.float32)
+    embedding = parts.WordEmbeddings(tokenizer, weights)
+    model = library.SentenceTransformer(modules=[embedding, parts.Pooling(DIMS)], device="cpu")
+    texts = [f"{GENRES[genre]} {item % 10}" for item, genre in enumerate(cut.genres)]
+
+    def lists() -> Any:
+        rows = model.encode(texts, normalize_embeddings=True, convert_to_numpy=True)
+        means = cut.matrix[cut.asked] @ rows
+        return cut.best(means @ rows.T)
+
+    return Fitted(
+        lambda to: from_sentence_transformer(model, range(ITEMS), texts, to=to, clicks=cut.matrix),
+        lists,
+    )
