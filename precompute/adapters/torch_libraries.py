@@ -43,6 +43,12 @@ def from_recbole(
         )
         has_times = dataset.time_field in found.columns
         time = np.asarray(found[dataset.time_field]) if has_times else np.zeros(len(row))
+        before = getattr(dataset, f"{dataset.iid_field}_list_field", None)
+        if before in found.columns:
+            # Of a sequential dataset that is prepared, a user's first item is only in the history of the second.
+            second = np.asarray(found[dataset.item_list_length_field]) == 1
+            column = np.concatenate([np.asarray(found[before])[second, 0] - 1, column])
+            row, time = (np.concatenate([each[second], each]) for each in (row, time))
         clicks = ClickMatrix.in_order(row, column, time, ids_of(users, "user"), len(items))
     model = model.cpu().eval()
     name = f"RecBole {type(model).__name__}"

@@ -59,7 +59,9 @@ class Attentive(nn.Module):  # type: ignore[misc]
         """Vectors [n, DIMS] of histories [n, length up to LENGTH], padded with ITEMS."""
         place = torch.arange(history.shape[1])
         states = self.encoder(
-            self.table(history) + self.places(place), mask=place[:, None] < place[None, :]
+            self.table(history) + self.places(place),
+            mask=place[:, None] < place[None, :],
+            is_causal=False,
         )
         last = (history != ITEMS).sum(1).clamp(min=1) - 1
         return states[torch.arange(history.shape[0]), last]

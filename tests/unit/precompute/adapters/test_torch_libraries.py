@@ -2,6 +2,7 @@
 # ruff: noqa: E402 - torch may not be there
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ from torch import nn
 
 from cache.errors import SourceError
 from cache.model.tower import Histories, Tower
+from precompute.adapters import torch_libraries
 from precompute.adapters.torch_libraries import from_recbole, from_rechub, from_sentence_transformer
 from precompute.bundles.bundle import Bundle
 
@@ -24,7 +26,7 @@ TOKENS = {
 }
 
 
-class Feat(dict[str, list[int]]):
+class Feat(dict[str, Any]):
     columns = ("user", "item", "time")
 
 
@@ -90,6 +92,21 @@ def test_a_general_recommender_loses_its_padding_and_keeps_its_tokens(tmp_path):
         "i2",
         "i3",
     ]
+
+
+def test_the_first_item_of_a_sequential_dataset_that_is_prepared_is_in_the_history_of_the_second(
+    tmp_path, monkeypatch
+):
+    caught = []
+    monkeypatch.setattr(torch_libraries, "import_vectors", lambda *given, **_: caught.extend(given))
+    given = dataset([1, 1, 2], [2, 3, 4], [5, 6, 5])
+    given.item_list_field, given.item_list_length_field = "item_list", "length"
+    given.inter_feat |= {"item_list": np.array([[1, 0], [1, 2], [3, 0]]), "length": [1, 2, 1]}
+
+    from_recbole(Factors(), given, to=tmp_path)
+
+    clicks = caught[3].matrix
+    assert clicks.indptr.tolist()[:3] == [0, 3, 5] and clicks.indices.tolist() == [0, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
