@@ -27,7 +27,9 @@ TOKENS = {
 
 
 class Feat(dict[str, Any]):
-    columns = ("user", "item", "time")
+    @property
+    def columns(self) -> list[str]:
+        return list(self)
 
 
 class Factors(nn.Module):  # type: ignore[misc]
