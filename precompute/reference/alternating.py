@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 
 from cache.model.tower import Histories
 from cache.process.host import usable_cores
-from precompute.reference.spectral import Spectrum, UserItemMatrix, gram, power
+from precompute.reference.spectral import (
+    STRIP,
+    SpectralShape,
+    Spectrum,
+    UserItemMatrix,
+    gram,
+    power,
+    tables,
+)
 
 ROUNDS = 6
 """Rounds of a training; with more, shapes that hold back less would find less."""
@@ -28,6 +36,7 @@ STEPS = 2
 USERS_NUMBERS = 1 << 28
 """Numbers in all users' vectors at most, 1 GiB; of more users a random part trains the items' vectors."""
 TINY = np.float32(1e-30)
+"""Keeps 0 / 0 from being no number: a row that is solved stays as it is."""
 BLOCK = 1 << 20
 """Numbers in the padded vectors of rows that are solved together: they stay in a core's cache."""
 
@@ -50,14 +59,13 @@ def item_vectors(
     rng: np.random.Generator,
     rounds: int = ROUNDS,
 ) -> NDArray[np.float32]:
-    """float32 [items, dims] after some rounds, from the largest singular vectors of the normalised matrix."""
+    """float32 [items, dims] after some rounds, from where the usual spectral shape has the items."""
     matrix, most = data.matrix, USERS_NUMBERS // shape.dims
     if matrix.shape[0] > most:
         matrix = matrix[np.sort(rng.choice(matrix.shape[0], most, replace=False))]
     by_user, by_item = _Side.of(matrix, shape), _Side.of(matrix.T.tocsr(), shape)
-    vectors = start.vectors[:, : shape.dims] * power(data.item_degrees, 0.4)[:, None]
-    vectors /= np.sqrt(np.square(vectors).sum(axis=1).mean())
-    items = vectors.astype(np.float32)
+    _, items = tables(start, data.item_degrees, SpectralShape(dims=shape.dims))
+    items /= np.sqrt(np.square(items).sum(axis=1).mean())
     users = np.zeros((matrix.shape[0], items.shape[1]), np.float32)
     for _ in range(rounds):
         by_user.better(users, items)
@@ -100,8 +108,8 @@ class _Side:
         """
         squares, turn = np.linalg.eigh(gram(theirs))
         for rows in (mine, theirs):
-            for start in range(0, len(rows), 8192):
-                rows[start : start + 8192] = rows[start : start + 8192] @ turn.astype(np.float32)
+            for start in range(0, len(rows), STRIP):
+                rows[start : start + STRIP] = rows[start : start + STRIP] @ turn.astype(np.float32)
         diagonal = (self.others * np.maximum(squares, 0)).astype(np.float32)
         padded = np.concatenate([theirs, np.zeros((1, theirs.shape[1]), np.float32)])
         blocks, cores = self._blocks(theirs.shape[1]), usable_cores()

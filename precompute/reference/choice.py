@@ -64,10 +64,15 @@ class Choice:
         """That of the chosen shape; None without trials."""
         return next((each.recall for each in self.trials if each.shape == self.shape), None)
 
+    @property
+    def method(self) -> str:
+        """Name of the chosen shape's method."""
+        return "spectral" if isinstance(self.shape, SpectralShape) else "alternating"
+
     def row(self) -> dict[str, Any]:
         """For a report."""
         return {
-            "method": "spectral" if isinstance(self.shape, SpectralShape) else "alternating",
+            "method": self.method,
             **asdict(self.shape),
             "recall_at_20": None if self.recall is None else round(self.recall, 4),
             "shapes_tried": len(self.trials),

@@ -23,6 +23,8 @@ PARTS = 8
 """Parts of the users whose products are added up in this order, so that the bits do not depend on the cores."""
 CHUNK = 32_768
 """Users whose product with a basis is held at once by a thread."""
+STRIP = 8192
+"""Rows of a tall matrix that are turned, or held in float64, at once."""
 ROUNDS = 5
 """Products with which a random basis becomes that of the largest singular values."""
 _OVERSAMPLE = 32
@@ -128,8 +130,8 @@ def orthonormal(basis: NDArray[np.float32]) -> NDArray[np.float32]:
 def gram(rows: NDArray[np.float32]) -> NDArray[np.float64]:
     """Z'Z in float64 of a tall matrix, [width, width], over its rows once."""
     total = np.zeros((rows.shape[1],) * 2)
-    for start in range(0, len(rows), 8192):
-        some = rows[start : start + 8192].astype(np.float64)
+    for start in range(0, len(rows), STRIP):
+        some = rows[start : start + STRIP].astype(np.float64)
         total += some.T @ some
     return total
 

@@ -87,7 +87,7 @@ def train(
     carried = _programs(padded, item_vectors, sharpened) if programs else {}
     return write_bundle(
         out,
-        name=f"reference-{chosen.row()['method']}",
+        name=f"reference-{chosen.method}",
         version=f"1-seed{seed}",
         dims=dims,
         item_ids=data.item_ids,

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from precompute.adapters.folder import ImportReport
 from tests.bench.fitted.cut import Cut
+from tests.bench.tools.harness import versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,5 @@ class Kind:
 
     def version(self) -> str:
         """Installed version of its library; empty where there is none."""
-        try:
-            return version(self.library)
-        except PackageNotFoundError:
-            return ""
+        found = versions((self.library,))[self.library]
+        return "" if found == "absent" else found

@@ -1,6 +1,7 @@
 """Models of RecBole and torch-rechub, fitted by these, and a tiny random encoder of sentence-transformers."""
 
 import sys
+from contextlib import chdir
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +42,7 @@ def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
     for old, new in (("float_", np.float64), ("complex_", np.complex128), ("unicode_", np.str_)):
         setattr(np, old, new)  # RecBole 1.2.1 asks for names that NumPy 2 has not
     recbole = {each: import_module(f"recbole.{each}") for each in ("config", "data", "utils")}
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, chdir(folder):  # it writes its logs where it stands
         lines = (f"{user}\t{item}\t{time}\n" for user, item, time in cut.rows())
         path = Path(folder) / "drawn" / "drawn.inter"
         path.parent.mkdir()
