@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written
+WITH_WEIGHTS: Final = FORMATS[MANIFEST].newest
+"""Format of a manifest whose models have weights beside them."""
 """Version of the manifest's fields and of the files it lists; that of the records in the pages is their own."""
 
 EntityKind = Literal["user", "item"]
@@ -119,7 +121,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An ONNX model of the generation; `spec` is what `cache.model.tower.TowerSpec` reads."""
+    """An ONNX model of the generation; `spec` is what `cache.model.tower.TowerSpec` reads.
+
+    `weights` is the file of what `fp32` could not hold, if there is one; the int8 form never has any.
+    """
 
     name: str
     fp32: Artefact
@@ -127,6 +132,12 @@ class Model:
     digest: str
     spec: Mapping[str, Any]
     agreement: Mapping[str, Any] = field(default_factory=dict)
+    weights: Artefact | None = None
+
+    @property
+    def fp32_files(self) -> tuple[Artefact, ...]:
+        """Files that it runs from in full precision."""
+        return (self.fp32,) if self.weights is None else (self.fp32, self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +187,12 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Readable JSON with sorted keys: equal manifests are equal bytes."""
+        told = asdict(self)
+        for model in told["models"].values():
+            if model["weights"] is None:  # format 1 has no such field
+                del model["weights"]
         return orjson.dumps(
-            asdict(self),
+            told,
             option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
         )
 
@@ -203,7 +218,7 @@ class Manifest:
         files += [part.file for entities in self.entity_sets.values() for part in entities.parts]
         files += [index.file for index in self.indexes.values()]
         for model in self.models.values():
-            files += [model.fp32] + ([model.int8] if model.int8 else [])
+            files += [*model.fp32_files, *([model.int8] if model.int8 else [])]
         return files
 
     def pages(self) -> list[Artefact]:

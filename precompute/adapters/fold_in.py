@@ -15,6 +15,7 @@ from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.adapters.given import ClickMatrix
 from precompute.adapters.towers import Fold
+from precompute.bundles.onnx_model import OnnxModel
 from precompute.reference.held_out import recall
 
 HISTORY_MAX = 1024
@@ -35,7 +36,7 @@ class Chosen:
     """The fold that won, its tower, and recall@20 of each candidate (empty: nothing to choose by)."""
 
     name: str
-    tower: bytes
+    tower: OnnxModel
     spec: TowerSpec
     steps: int
     recalls: dict[str, float]
@@ -105,7 +106,7 @@ def choose(
 
 
 def recall_of(
-    tower: bytes,
+    tower: OnnxModel,
     spec: TowerSpec,
     items: NDArray[np.float32],
     clicks: ClickMatrix | None,
@@ -128,7 +129,7 @@ def recall_of(
     return recall(vectors, items, kept, held, metric)
 
 
-def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int, bytes]:
+def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int, OnnxModel]:
     """The fewest steps whose vectors are within TOLERANCE of the exact ones, or no step more makes them better."""
     if not fold.strength:
         return 1, fold.tower(1)
@@ -138,7 +139,7 @@ def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int
         some = Histories.of([range(min(8, len(fold.rows)))])
     exact = np.stack([fold.exact(each) for each in _rows(some)])
     scale = np.abs(exact).max(axis=1, keepdims=True) + TOLERANCE
-    best, before = (STEPS[0], b""), np.inf
+    best, before = (STEPS[0], OnnxModel(b"")), np.inf
     for steps in STEPS:
         tower = fold.tower(steps)
         error = float((np.abs(run(tower, spec, some) - exact) / scale).max())
@@ -149,11 +150,11 @@ def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int
     return best
 
 
-def run(tower: bytes, spec: TowerSpec, histories: Histories) -> NDArray[np.float32]:
+def run(tower: OnnxModel, spec: TowerSpec, histories: Histories) -> NDArray[np.float32]:
     """Vectors float32 [n, dims] of histories, by the model as it will be served."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tower.onnx"
-        path.write_bytes(tower)
+        tower.write(path)
         return Tower.open(path, spec).run({spec.inputs[0].name: histories})
 
 

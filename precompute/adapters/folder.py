@@ -25,6 +25,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_swap import put_in_place
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.bundles.graphs import item_tower
+from precompute.bundles.onnx_model import OnnxModel
 from precompute.bundles.quantize import quantize_tower
 
 BUNDLE, USERS, CLICKS, SETTINGS, REPORT = (
@@ -104,7 +105,7 @@ class ImportReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imported:
-    """Model ready to be written: its towers (`user_tower` as ONNX), and vectors and clicks of known users, if any.
+    """Model ready to be written: its towers, and vectors and clicks of known users, if any.
 
     `item_tower` is a table of the items' vectors, if none is given. `features` are Arrow tables by the name of their
     setting (`user_features`, `item_features`).
@@ -112,7 +113,7 @@ class Imported:
 
     model: str
     items: Vectors
-    user_tower: bytes
+    user_tower: OnnxModel
     user_spec: TowerSpec
     metric: Metric
     fold_in: str

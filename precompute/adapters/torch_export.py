@@ -23,6 +23,7 @@ from precompute.adapters.traps import (
     first_line,
     vectors_of,
 )
+from precompute.bundles.onnx_model import OnnxModel
 
 OPSET = 18
 """Opset that torch writes without converting."""
@@ -143,8 +144,8 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         )
 
 
-def export(tower: BoundTower) -> tuple[bytes, TowerSpec, float]:
-    """(serialised ONNX, its specification, largest difference from torch); SourceError or BundleError names a trap."""
+def export(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
+    """(model, its specification, largest difference from torch); SourceError or BundleError names a trap."""
     longest = tower.example.max_length
     short = longest if tower.example.is_fixed else min(_SHORT, longest)
     lengths = tuple(dict.fromkeys((short, longest)))
@@ -170,12 +171,19 @@ def export(tower: BoundTower) -> tuple[bytes, TowerSpec, float]:
         raise SourceError(f"torch.onnx needs {error.name}: pip install onnxscript") from None
     except Exception as error:  # torch's exporter lets through whatever happens inside of it
         raise BundleError(f"{tower.what} {_why(error)}") from None
+    model = _without_traces(program)
+    return model, spec, demand_parity(model, tower, spec, tower.feed, traced, lengths, tower.what)
+
+
+def _without_traces(program: Any) -> OnnxModel:
+    """The model of an export, without its stack traces, which name folders of the machine."""
+    held = program.model.graph.initializers
+    constants = {name: held.pop(name).const_value.numpy() for name in list(held)}
     model = program.model_proto
-    for node in model.graph.node:  # stack traces, which name folders of the machine
+    for node in model.graph.node:
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
-    data: bytes = model.SerializeToString(deterministic=True)
-    return data, spec, demand_parity(data, tower, spec, tower.feed, traced, lengths, tower.what)
+    return OnnxModel.of(model, constants)
 
 
 def _numpy_of(value: Tensor, what: str) -> np.dtype[Any]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
 from precompute.bundles.graphs import floats, ints, model_of
+from precompute.bundles.onnx_model import OnnxModel
 
 TINY = np.float32(1e-30)
 """Keeps 0 / 0 from being no number: a row that is solved stays as it is."""
@@ -43,7 +44,7 @@ class Fold:
         turned = solved if self.back is None else solved @ self.back.astype(np.float64)
         return turned + self.offset.astype(np.float64)
 
-    def tower(self, steps: int) -> bytes:
+    def tower(self, steps: int) -> OnnxModel:
         """history int32 [n, length] -> vector float32 [n, dims]; the number of the items is the padding."""
         table = np.concatenate([self.rows, np.zeros((1, self.rows.shape[1]), np.float32)])
         constants: dict[str, NDArray[np.float32] | NDArray[np.int64]] = {

@@ -1,6 +1,8 @@
 """Traps between a torch module and its ONNX model, each refused in one line that names the remedy."""
 
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,8 @@ from torch import nn
 from cache.errors import BundleError, SourceError
 from cache.model.runtime import ort
 from cache.model.tower_spec import TowerSpec
+from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, OnnxModel
 
-BYTES_MAX = 1 << 31
-"""Weights of a bundle's model: it is one file, and so is its protocol buffer."""
 ROWS = (1, 2, 17)
 TOLERANCE = 1e-5
 """Difference of ONNX Runtime's output from torch's, relative to the row's largest number, or absolute below 1."""
@@ -35,10 +36,9 @@ def demand_exportable(module: Any, what: str) -> None:
         )
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     size = sum(each.numel() * each.element_size() for each in tensors.values())
-    if size > BYTES_MAX:
+    if size > WEIGHTS_BYTES_MAX:
         raise BundleError(
-            f"{what} has {size:,} bytes of weights, and a bundle's model is one file of at most {BYTES_MAX:,} (2 GiB), "
-            "without data beside it: use fewer dimensions, or import its vectors",
+            f"{what} has {size:,} bytes of weights, {WEIGHTS_BYTES_MAX:,} at most: use fewer dimensions",
             bytes=size,
         )
     for name, each in tensors.items():
@@ -100,7 +100,7 @@ def demand_free_padding(
 
 
 def demand_parity(
-    model: bytes,
+    model: OnnxModel,
     module: nn.Module,
     spec: TowerSpec,
     feeds: Feeds,
@@ -114,7 +114,10 @@ def demand_parity(
     `traced` are the rows and the length that the export saw.
     """
     try:
-        session = ort.InferenceSession(model, _quiet(), providers=["CPUExecutionProvider"])
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "tower.onnx"
+            model.write(path)
+            session = ort.InferenceSession(str(path), _quiet(), providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's errors share no base class of their own
         raise BundleError(
             f"{what}: ONNX Runtime does not open its model: {first_line(error)}; write forward with other operators"

@@ -128,10 +128,11 @@ def open_bundle(build: Build) -> Bundle:
 
 
 def fetch_model(build: Build, model: BundleModel) -> Path:
-    """A model's own ONNX file; raises BundleError when it is not the one that `begin` tried."""
-    path = build.fetch(f"models/{model.name}.fp32.onnx")
-    demand_sha256(path, model.sha256)
-    return path
+    """A model's own ONNX file, its weights beside it; raises BundleError when they are not those that `begin` tried."""
+    paths = [build.fetch(name) for _, name, _ in model.files]
+    for path, (_, _, sha256) in zip(paths, model.files, strict=True):
+        demand_sha256(path, sha256)
+    return paths[0]
 
 
 def erased_from(build: Build) -> Erased:
@@ -145,11 +146,13 @@ def model_entry(
 ) -> Model:
     """A bundle's model as the manifest lists it."""
     source = next(each for each in bundle.models if each.name == name)
+    fp32, *weights = [build.describe(each) for _, each, _ in source.files]
     return Model(
         name=name,
-        fp32=build.describe(f"models/{name}.fp32.onnx"),
+        fp32=fp32,
+        weights=weights[0] if weights else None,
         int8=build.describe(f"models/{name}.int8.onnx") if int8 else None,
-        digest=source.sha256,
+        digest=source.digest,
         spec=source.spec.to_json(),
         agreement=agreement,
     )

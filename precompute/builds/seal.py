@@ -7,6 +7,8 @@ from typing import Any
 
 from cache.control.night_steps import NIGHT, SEALED_BY, TIMED_APART
 from cache.format.manifest import (
+    MANIFEST_FORMAT,
+    WITH_WEIGHTS,
     Artefact,
     DirectoryPart,
     EntitySet,
@@ -83,7 +85,7 @@ def seal(made: Build) -> Manifest:
         tables=_tables(config, bundle, reports),
         models={
             name: Model(**{
-                **each, "fp32": Artefact(**each["fp32"]), "int8": Artefact(**each["int8"]) if each["int8"] else None,
+                **each, **{file: Artefact(**each[file]) for file in ("fp32", "int8", "weights") if each.get(file)},
             })
             for name, each in models["models"].items()
         },
@@ -112,6 +114,7 @@ def seal(made: Build) -> Manifest:
             "vocabulary_digest": bundle.vocabulary_digest,
             FACT: models.get("probe"),  # none where an earlier version had taken that step
         },
+        format=WITH_WEIGHTS if bundle.has_weights else MANIFEST_FORMAT,
     )  # fmt: skip
     made.store.write(path, manifest.to_bytes())
     return manifest

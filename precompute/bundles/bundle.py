@@ -1,7 +1,7 @@
 """The model bundle: a folder with `bundle.json`, the item ids in the model's own order, and ONNX files."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from cache.model.ranking import Metric
 from cache.model.tower import Tower
 from cache.model.tower_spec import TowerSpec
 from precompute.bundles.digests import sha256_unchanged
+from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, demand_weights
 from precompute.sources.columns import raws_of
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
@@ -32,8 +33,9 @@ ITEMS_FILE = "items.parquet"
 class BundleModel:
     """ONNX file of a bundle with what it takes and gives; `labels` only for a value model.
 
-    `program` is the same model as a `torch.export` program, if the bundle carries one. Checksums are those that
-    `bundle.json` lists: `demand_sha256` before a file is opened.
+    `weights` is the file beside it that holds what it could not, and `program` the same model as a `torch.export`
+    program, if the bundle carries them. Checksums are those that `bundle.json` lists: `demand_sha256` before a file is
+    opened.
     """
 
     name: str
@@ -44,6 +46,23 @@ class BundleModel:
     labels: tuple[str, ...] = ()
     program: Path | None = None
     program_sha256: str = ""
+    weights: Path | None = None
+    weights_sha256: str = ""
+
+    @property
+    def files(self) -> tuple[tuple[Path, str, str], ...]:
+        """(file, its name in a generation, its SHA-256) of the ONNX file, and of the weights if there are any."""
+        found = [(self.path, f"models/{self.name}.fp32.onnx", self.sha256)]
+        if self.weights is not None:
+            found.append((self.weights, f"models/{self.weights.name}", self.weights_sha256))
+        return tuple(found)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the model: of its file, and of its weights beside it if there are any."""
+        if self.weights is None:
+            return self.sha256
+        return hashlib.sha256(f"{self.sha256}|{self.weights_sha256}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +118,8 @@ class Bundle:
                     for name, each in sorted(data.get("values", {}).items())
                 ),
             ]
-            user, item, *others = (_model(path, *each) for each in listed)
+            user, item, *others = models = [_model(path, *each) for each in listed]
+            _demand_own_names(models)
             listed_items = data["items"]
             items = ItemsFile(
                 _file(path, listed_items), str(listed_items["sha256"]), int(listed_items["count"])
@@ -143,6 +163,11 @@ class Bundle:
         """Towers and value models."""
         return (self.user_tower, self.item_tower, *self.values.values())
 
+    @property
+    def has_weights(self) -> bool:
+        """True if a model has weights beside its file, which a manifest of format 1 cannot say."""
+        return any(each.weights is not None for each in self.models)
+
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The item ids in the model's own order, read when first wanted."""
@@ -170,7 +195,8 @@ def demand_sha256(path: Path, wanted: str) -> None:
 
 
 def _verify_model(model: BundleModel) -> None:
-    demand_sha256(model.path, model.sha256)
+    for path, _, sha256 in model.files:
+        demand_sha256(path, sha256)
     if model.program is not None:
         demand_sha256(model.program, model.program_sha256)
 
@@ -197,28 +223,43 @@ def _model(
             f"{name} gives {spec.output_dims} numbers, {FILE} has {len(labels)} labels for them",
             model=name,
         )
-    program = data.get("program")
+    program, weights = data.get("program"), data.get("weights")
+    file = _file(path, data)
     return BundleModel(
-        name, _file(path, data), str(data["sha256"]), entity, spec, labels,
+        name, file, str(data["sha256"]), entity, spec, labels,
         _file(path, program) if program else None,
         str(program["sha256"]) if program else "",
+        _weights(path, name, file, weights) if weights else None,
+        str(weights["sha256"]) if weights else "",
     )  # fmt: skip
 
 
-def _check_model(model: BundleModel, path: Path, items: int) -> None:
-    """Open the model once, and refuse weights beside its file and a padding index that is one of the items."""
-    try:
-        Tower.open(path, model.spec)
-    except BundleError:
-        if path == model.path:
-            raise
-        Tower.open(model.path, model.spec)  # what is wrong with the model itself is told as such
+def _weights(path: Path, name: str, file: Path, data: Mapping[str, Any]) -> Path:
+    """The file of a model's weights, which ONNX Runtime looks for beside the model."""
+    weights = _file(path, data)
+    if weights.parent != file.parent:
         raise BundleError(
-            f"{model.name} keeps weights in files beside {model.path.name} (ONNX external data), which no generation "
-            "carries: save it as one file, of at most 2 GiB (onnx.load, then onnx.save; a larger table of items fits "
-            "with fewer dimensions)",
-            model=model.name,
-        ) from None
+            f"{name} has its weights in {data['path']}: they belong beside {file.name}"
+        )
+    if (size_bytes := weights.stat().st_size) > WEIGHTS_BYTES_MAX:
+        raise BundleError(
+            f"{weights.name} has {size_bytes:,} bytes, {WEIGHTS_BYTES_MAX:,} at most: use fewer dimensions"
+        )
+    return weights
+
+
+def _demand_own_names(models: Sequence[BundleModel]) -> None:
+    """Raises BundleError for two files of one name in a generation, where all models lie in one folder."""
+    taken: dict[str, str] = {}
+    for _, name, sha256 in (file for model in models for file in model.files):
+        if taken.setdefault(name, sha256) != sha256:
+            raise BundleError(f"two files would be {name} of a generation: rename the weights")
+
+
+def _check_model(model: BundleModel, path: Path, items: int) -> None:
+    """Open the model once; refuse weights that are not listed, and a padding index that is one of the items."""
+    demand_weights(model.name, path, model.weights)
+    Tower.open(path, model.spec)
     history = model.spec.history
     if history is not None and history.pad is not None and 0 <= history.pad < items:
         raise BundleError(

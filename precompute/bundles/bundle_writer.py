@@ -15,14 +15,15 @@ from cache.model.ranking import Metric
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import sha256_of, write_atomically
 from precompute.bundles.bundle import FILE, ITEMS_FILE, Bundle
+from precompute.bundles.onnx_model import OnnxModel
 from precompute.sources.columns import strings_of
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """Model to be written into a bundle: serialised ONNX, its specification, and a torch.export archive if any."""
+    """Model to be written into a bundle: ONNX, its specification, and a torch.export archive if any."""
 
-    onnx: bytes
+    onnx: OnnxModel
     spec: TowerSpec
     entity: EntityKind = "user"
     labels: tuple[str, ...] = ()
@@ -75,8 +76,10 @@ def write_bundle(
 
 def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
     file = path / f"{name}.onnx"
-    write_atomically(file, model.onnx)
+    weights = model.onnx.write(file)
     written = {"path": file.name, "sha256": sha256_of(file), **model.spec.to_json()}
+    if weights is not None:
+        written["weights"] = {"path": weights.name, "sha256": sha256_of(weights)}
     if model.program is not None:
         beside = path / f"{name}.pt2"
         write_atomically(beside, model.program)

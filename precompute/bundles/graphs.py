@@ -5,13 +5,15 @@ from collections.abc import Mapping
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+
+from precompute.bundles.onnx_model import OnnxModel
 
 OPSET = 21
 IR_VERSION = 10
 
 
-def history_tower(rows: NDArray[np.float32]) -> bytes:
+def history_tower(rows: NDArray[np.float32]) -> OnnxModel:
     """history int32 [n, length] -> vector [n, dims]: the sum of the table's rows; the last row is the padding."""
     return model_of(
         _sum_of_rows("vector"),
@@ -21,7 +23,7 @@ def history_tower(rows: NDArray[np.float32]) -> bytes:
     )
 
 
-def item_tower(rows: NDArray[np.float32]) -> bytes:
+def item_tower(rows: NDArray[np.float32]) -> OnnxModel:
     """item_index int32 [n] -> vector [n, dims]: a row of the table."""
     return model_of(
         [helper.make_node("Gather", ["table", "item_index"], ["vector"], name="rows", axis=0)],
@@ -31,7 +33,7 @@ def item_tower(rows: NDArray[np.float32]) -> bytes:
     )
 
 
-def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> bytes:
+def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> OnnxModel:
     """history -> probabilities [n, centroids]: softmax over the cosines with the (sharpened) centroids."""
     nodes = [
         *_sum_of_rows("summed"),
@@ -74,16 +76,12 @@ def model_of(
     inputs: list[onnx.ValueInfoProto],
     outputs: list[onnx.ValueInfoProto],
     constants: Mapping[str, NDArray[np.float32] | NDArray[np.int64]],
-) -> bytes:
-    """A checked graph of these nodes and constants, serialised."""
-    initializers = [numpy_helper.from_array(value, name) for name, value in constants.items()]
-    graph = helper.make_graph(nodes, "tower", inputs, outputs, initializers)
+) -> OnnxModel:
+    """A checked graph of these nodes and constants."""
     model = helper.make_model(
-        graph,
+        helper.make_graph(nodes, "tower", inputs, outputs),
         opset_imports=[helper.make_opsetid("", OPSET)],
         ir_version=IR_VERSION,
         producer_name="larder",
     )
-    onnx.checker.check_model(model)
-    data: bytes = model.SerializeToString(deterministic=True)
-    return data
+    return OnnxModel.of(model, constants)

@@ -23,6 +23,7 @@ from cache.errors import BundleError
 from cache.model.tower import Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import write_atomically
+from precompute.bundles.onnx_model import GRAPH_BYTES_MAX, read_model
 
 ROWS_MAX = 512
 """Rows that products are calibrated on."""
@@ -36,16 +37,20 @@ def quantize_tower(fp32: Path, spec: TowerSpec, calibration: Inputs, out: Path) 
 
     `calibration` holds real inputs; at most ROWS_MAX of their rows are used.
     """
-    model = onnx.load(fp32)
+    model = read_model(fp32)
     opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0)
     if opset < _OPSET_MIN:
         raise BundleError(f"{fp32.name} has opset {opset}, quantizing needs {_OPSET_MIN} or newer")
+    tables = _quantize_tables(
+        model.graph
+    )  # first: then all of it fits into one file, as the next step wants it
     products = sum(1 for node in model.graph.node if _is_product(model.graph, node))
-    if products:
-        model = _quantize_products(fp32, spec, calibration)
-    tables = _quantize_tables(model.graph)
     if not tables and not products:
         raise BundleError(f"{fp32.name} holds no embedding table and no product to quantize")
+    if sum(len(each.raw_data) for each in model.graph.initializer) > GRAPH_BYTES_MAX:
+        raise BundleError(f"the int8 form of {fp32.name} would be larger than 2 GiB")
+    if products:
+        model = _quantize_products(model, Tower.open(fp32, spec), calibration)
     write_atomically(out, model.SerializeToString(deterministic=True))
     return tables, products
 
@@ -73,11 +78,14 @@ def _is_product(graph: onnx.GraphProto, node: onnx.NodeProto) -> bool:
     return node.op_type in _PRODUCTS and node.input[1] in constants
 
 
-def _quantize_products(fp32: Path, spec: TowerSpec, calibration: Inputs) -> onnx.ModelProto:
+def _quantize_products(
+    model: onnx.ModelProto, tower: Tower, calibration: Inputs
+) -> onnx.ModelProto:
+    """The model with int8 products, calibrated on what `tower`, which it was made of, is fed."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "source.onnx", Path(folder) / "products.onnx"
         # Shapes are all that the pre-processing would add here (its symbolic form needs sympy).
-        model = onnx.shape_inference.infer_shapes(onnx.load(fp32))
+        model = onnx.shape_inference.infer_shapes(model)
         for number, node in enumerate(model.graph.node):
             node.name = f"larder_{number}"
         products = [each.name for each in model.graph.node if _is_product(model.graph, each)]
@@ -86,7 +94,7 @@ def _quantize_products(fp32: Path, spec: TowerSpec, calibration: Inputs) -> onnx
         quantize_static(
             str(source),
             str(target),
-            _Reader(Tower.open(fp32, spec), calibration),
+            _Reader(tower, calibration),
             quant_format=QuantFormat.QDQ,
             activation_type=QuantType.QInt8,
             weight_type=QuantType.QInt8,

@@ -207,7 +207,10 @@ def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int)
             for name, table in tables.items()
         },
         item_id_bytes=(root / "items/ids.bin").stat().st_size / items,
-        model_bytes={each.name: each.path.stat().st_size for each in bundle.models},
+        model_bytes={
+            each.name: sum(path.stat().st_size for path, _, _ in each.files)
+            for each in bundle.models
+        },
         model_items=items,
         model_dims=bundle.dims,
         metrics=len({metric_of(bundle, each) for each in listed}),

@@ -21,8 +21,6 @@ from precompute.reference.spectral import UserItemMatrix, matrix_of
 
 AFFINITY_SHARPNESS = 8.0
 HISTORY_MAX = 1024
-FILE_BYTES_MAX = 2**31 - 2**20
-"""Maximum bytes of a model's weights: Protocol Buffers end at 2 GiB, and the graph wants some."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +57,6 @@ def train(
         raise SourceError("there are no interactions to train on")
     users, items = int(data.user_rows.max()) + 1, len(data.item_ids)
     dims = min(dims, users, items)
-    _demand_room(items, dims)
     rng, of_choice = np.random.default_rng(seed).spawn(2)
     chosen = (
         choose(
@@ -118,17 +115,6 @@ def train(
             **chosen.row(),
         },
     )
-
-
-def _demand_room(items: int, dims: int) -> None:
-    """Raises ConfigError, before anything is computed, for a table that no model file can hold."""
-    most = FILE_BYTES_MAX // (4 * (items + 1))
-    if dims > most:
-        raise ConfigError(
-            f"{items:,} items of {dims} dimensions do not fit into an ONNX file, which holds 2 GiB: set "
-            f"reference.dims to {most} at most",
-            field="dims",
-        )
 
 
 def _programs(

@@ -68,7 +68,7 @@ def quantize_models(
             {
                 "precision": "int8",
                 **facts,
-                "fp32_bytes": fp32.stat().st_size,
+                "fp32_bytes": sum(path.stat().st_size for path, _, _ in model.files),
                 "int8_bytes": int8.stat().st_size,
             },
         )

@@ -14,6 +14,8 @@ from cache.errors import (
     SourceError,
     StoreError,
 )
+from cache.format.manifest import WITH_WEIGHTS
+from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path, take_file
 from precompute.builds.build import CUT_FORMAT, Build, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
@@ -25,7 +27,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig, parse_time
-from precompute.control.reader_formats import demand_readers_of_night
+from precompute.control.reader_formats import demand_readers, demand_readers_of_night
 from precompute.control.states import State, demand
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.erasures.host_records import note_left_out
@@ -80,13 +82,11 @@ def run(
     until = data_until or run_after
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
-            demand_feature_types(config, bundle)
             return _begin(config, bundle, cut, until=until, progress=progress)
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
     pinned = pin(all_files(config))
     before = parse_time(until) if until else None
     with vector_bundle(config, pinned[0], before=before) as bundle:
-        demand_feature_types(config, bundle)
         return _begin(config, bundle, cut, until=until, progress=progress, pinned=pinned)
 
 
@@ -131,6 +131,7 @@ def _begin(
     progress: Progress,
     pinned: tuple[str, list[dict[str, object]]] | None = None,
 ) -> Step:
+    demand_feature_types(config, bundle)
     sources_digest, inputs = pinned or pin(all_files(config))
     store = config.store()
     for _ in range(ERASURE_LOOKS):
@@ -139,6 +140,9 @@ def _begin(
         generation = generation_id(cut, config, bundle.digest, inputs_digest)
         build = Build(config, store, generation)
         with open_releases(config) as releases:
+            if bundle.has_weights:
+                what = "a night of a model with weights beside its file writes"
+                demand_readers(releases.control, {MANIFEST: WITH_WEIGHTS}, what)
             state = releases.state(generation)
             found: Step = {
                 "generation": generation,
@@ -217,7 +221,7 @@ def _prepare(
     files = [
         catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX,
         *([DEFAULTS] if counts_clicks else []),
-        *(f"models/{model.name}.fp32.onnx" for model in bundle.models),
+        *sorted({name for model in bundle.models for _, name, _ in model.files}),
         *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
         *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in kinds),
         *([item_columns] if item_columns else []),
@@ -261,8 +265,9 @@ def _pin_bundle(build: Build, bundle: Bundle) -> list[str]:
     Returns its files, sorted; raises BundleError for a model that is not what the bundle says.
     """
     for model in bundle.models:
-        take_file(model.path, build.path(f"models/{model.name}.fp32.onnx"))
-    # From where all other steps open them: a model that needs files beside it fails here, not there.
+        for source, name, _ in model.files:
+            take_file(source, build.path(name))
+    # From where all other steps open them: what does not open there fails here, not hours later.
     bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
     names = sorted(
         path.relative_to(bundle.path).as_posix()

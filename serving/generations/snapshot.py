@@ -174,7 +174,7 @@ def _live_files(manifest: Manifest, precision: Precision | None = None) -> Itera
     """Files that only the live path reads: all of them, or those that it runs in one precision."""
     for model in manifest.models.values():
         if precision != "int8" or model.int8 is None:
-            yield model.fp32
+            yield from model.fp32_files
         if precision != "fp32" and model.int8 is not None:
             yield model.int8
     yield from (index.file for index in manifest.indexes.values())

@@ -53,7 +53,7 @@ def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
                 "digest": model.digest,
                 # What runs here, which is fp32 where the night could not quantize.
                 "precision": precisions.get(name),
-                "fp32_bytes": model.fp32.size_bytes,
+                "fp32_bytes": sum(each.size_bytes for each in model.fp32_files),
                 "int8_bytes": None if model.int8 is None else model.int8.size_bytes,
                 "agreement": dict(model.agreement),
             }

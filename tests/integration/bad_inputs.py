@@ -17,6 +17,7 @@ from cache.store.artefacts import sha256_of
 from precompute.bundles import graphs
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import NightConfig, ReferenceConfig
 from precompute.operations.train import train_reference
 from tests.integration.nights import UNTIL
@@ -74,7 +75,7 @@ def with_vectors(
         user_tower=ModelFile(graphs.history_tower(padded), history.spec),
         item_tower=ModelFile(graphs.item_tower(make(vectors)), tower.spec, entity="item"),
         values={
-            name: ModelFile(each.path.read_bytes(), each.spec, labels=each.labels)
+            name: ModelFile(OnnxModel(each.path.read_bytes()), each.spec, labels=each.labels)
             for name, each in bundle.values.items()
         },
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
@@ -22,6 +21,7 @@ from precompute.bundles.bundle_swap import put_in_place
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.bundles.graphs import IR_VERSION, OPSET
 from precompute.bundles.index import unit
+from precompute.bundles.onnx_model import OnnxModel, read_model
 
 RIDGE = 1.0
 FITTED_USERS = 4_000
@@ -208,7 +208,7 @@ def _look_up(name: str, out: str, **attributes: object) -> NodeProto:
 
 def _model(
     nodes: Sequence[NodeProto], spec: TowerSpec, constants: Mapping[str, NDArray[Any]]
-) -> bytes:
+) -> OnnxModel:
     output = helper.make_tensor_value_info(
         spec.output, TensorProto.FLOAT, ["rows", spec.output_dims]
     )
@@ -217,15 +217,12 @@ def _model(
         "tower",
         [_input(each) for each in spec.inputs],
         [output],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", 2)]
     model = helper.make_model(
         graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="larder"
     )
-    onnx.checker.check_model(model)
-    data: bytes = model.SerializeToString(deterministic=True)
-    return data
+    return OnnxModel.of(model, constants)
 
 
 def _input(spec: InputSpec) -> ValueInfoProto:
@@ -235,5 +232,5 @@ def _input(spec: InputSpec) -> ValueInfoProto:
 
 
 def _constant(model: Path, name: str) -> NDArray[np.float32]:
-    initializers = onnx.load(model).graph.initializer
+    initializers = read_model(model).graph.initializer
     return np.array(numpy_helper.to_array(next(each for each in initializers if each.name == name)))

@@ -33,8 +33,10 @@ def bundle(candidate: Candidate) -> Measured:
         entry = manifest.models.get(model.name)
         if entry is None:
             return Measured(False, "missing", model.name, "a model of the bundle")
-        if entry.fp32.sha256 != model.sha256 or entry.digest != model.sha256:
-            return Measured(False, entry.fp32.sha256, model.sha256, f"the file of {model.name}")
+        listed = " ".join(each.sha256 for each in entry.fp32_files)
+        pinned = " ".join(sha256 for _, _, sha256 in model.files)
+        if listed != pinned or entry.digest != model.digest:
+            return Measured(False, listed, pinned, f"the file of {model.name}")
         if TowerSpec.from_json(entry.spec) != model.spec:
             return Measured(False, "another", "the bundle's", f"the specification of {model.name}")
     return Measured(True, found.digest, manifest.bundle_digest)

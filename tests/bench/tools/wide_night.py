@@ -14,6 +14,7 @@ from precompute.builds.tables import layout_of
 from precompute.bundles import graphs
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.sizes import Shape
 
@@ -78,7 +79,7 @@ def _write_users(path: Path, case: Case) -> None:
             writer.write_table(pa.table([pa.array(users).cast(pa.string()), wide], schema=schema))
 
 
-def _user_tower(rows: np.ndarray, projection: np.ndarray) -> bytes:
+def _user_tower(rows: np.ndarray, projection: np.ndarray) -> OnnxModel:
     padded = np.concatenate([rows, np.zeros((1, DIMS), np.float32)])
     nodes = [
         *graphs._sum_of_rows("summed"),

@@ -1,6 +1,7 @@
 """What begin refuses before hours of work, and what of a first pass over the sources a second one leaves."""
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +11,23 @@ import orjson
 import pyarrow as pa
 import pytest
 
-from cache.errors import BundleError, StoreError
+from cache.errors import BundleError, Refused, StoreError
+from cache.format.item_table import ItemTable
+from cache.format.records.codec import decode
+from cache.format.records.layout import NO_ITEM
+from cache.model.predictor import LiveInput, Predictor
 from cache.store.artefacts import sha256_of
 from precompute.builds.build import Build
 from precompute.config.settings import NightConfig
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.partition import partition
+from precompute.releases.registry import open_releases
 from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
-from precompute.steps import begin
-from tests.integration.nights import UNTIL, prepare
+from precompute.steps import begin, embed_items
+from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
 from tests.object_stores import Overwriting
+from tests.opened import open_generation
 
 
 @pytest.fixture
@@ -28,25 +35,87 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     return prepare(tmp_path, redis_url, users=60, items=30)
 
 
-def test_a_model_whose_weights_lie_beside_its_file_is_refused_by_name(config):
-    """It opens in the bundle's folder, and in no generation, which has the file alone."""
-    path = config.path(config.bundle) / "user_tower.onnx"
-    onnx.save(
-        onnx.load(path),
-        path,
-        save_as_external_data=True,
-        location="weights.bin",
-        size_threshold=256,
-    )
-    told = path.with_name("bundle.json")
+def put_weights_beside(
+    config: NightConfig, names: Sequence[str], *, is_listed: bool = True
+) -> None:
+    """Weights of these towers in a file beside each, as for models of more than 2 GiB."""
+    folder = config.path(config.bundle)
+    told = folder / "bundle.json"
     data = orjson.loads(told.read_bytes())
-    data["user_tower"]["sha256"] = sha256_of(path)
+    for name in names:
+        path, location = folder / f"{name}.onnx", f"{name}.weights"
+        onnx.save(
+            onnx.load(path), path, save_as_external_data=True, location=location, size_threshold=256
+        )
+        data[name]["sha256"] = sha256_of(path)
+        if is_listed:
+            data[name]["weights"] = {"path": location, "sha256": sha256_of(folder / location)}
     told.write_bytes(orjson.dumps(data))
 
-    with pytest.raises(BundleError, match=r"user_tower keeps weights .*external data") as caught:
+
+def test_weights_beside_a_model_that_the_bundle_does_not_list_are_refused_by_name(config):
+    """They would lie in no generation, and every step after this one would fail, hours later."""
+    put_weights_beside(config, ["user_tower"], is_listed=False)
+
+    with pytest.raises(
+        BundleError, match=r"user_tower keeps weights in user_tower\.weights"
+    ) as caught:
         begin.run(config, data_until=UNTIL, run_after=None)
 
     assert caught.value.details["model"] == "user_tower"
+
+
+def test_a_night_of_models_with_weights_beside_them_is_the_night_without(config, tmp_path):
+    inside = publish_night(config, UNTIL)
+    lists = top_lists(config, inside, sorted(histories(config)))
+    put_weights_beside(config, ["user_tower", "item_tower"])
+
+    outside = publish_night(config, UNTIL)
+
+    assert top_lists(config, outside, sorted(histories(config))) == lists
+    manifest, root = open_generation(config.store(), outside)
+    before, _ = open_generation(config.store(), inside)
+    assert (before.format, manifest.format) == (1, 2)
+    user, was = manifest.models["user_tower"], before.models["user_tower"]
+    assert [each.path for each in user.fp32_files] == [
+        "models/user_tower.fp32.onnx", "models/user_tower.weights",
+    ]  # fmt: skip
+    assert (
+        user.int8 and was.int8 and user.int8.sha256 == was.int8.sha256 and user.digest != was.digest
+    )
+    assert set(user.fp32_files) < set(manifest.artefacts())
+    items = ItemTable.open(root, manifest)
+    for user_id, listed in list(lists.items())[:5]:
+        sent = LiveInput(tuple(each.encode() for each in histories(config)[user_id]))
+        predictor = Predictor.open(manifest, root, items, precision="fp32")
+        prepared = predictor.prepare("user_topk", sent)
+        assert prepared is not None
+        record = predictor.predict("user_topk", [prepared], [1], 0)[0]
+        found = decode(manifest.tables["user_topk"].layout, record).items
+        assert found is not None and items.ids_of(found[found != NO_ITEM])[:5] == list(listed)[:5]
+
+
+def test_weights_that_changed_since_the_night_began_are_refused(config):
+    put_weights_beside(config, ["item_tower"])
+    build = begin.run(config, data_until=UNTIL, run_after=None)
+    path = config.store().local(f"generations/{build['generation']}/models/item_tower.weights")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    with pytest.raises(BundleError, match=r"item_tower\.weights has SHA-256"):
+        embed_items.run(config, build)
+
+
+def test_no_night_of_such_a_model_begins_while_a_replica_cannot_read_it(config):
+    put_weights_beside(config, ["user_tower"])
+    with open_releases(config) as releases:
+        beat: dict[str, object] = {"replica": "old", "serving": None, "holds": []}
+        keys, now = releases.control.keys, releases.control.time()
+        releases.control.client.zadd(keys.replicas, {orjson.dumps(beat): now})
+
+    with pytest.raises(
+        Refused, match=r"old \(Larder 0\.1\.0\) reads manifest format 1, a night of a"
+    ):
+        begin.run(config, data_until=UNTIL, run_after=None)
 
 
 def test_a_store_that_lets_the_last_writer_win_is_refused_before_anything_is_read(

@@ -20,6 +20,7 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import sha256_of
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import TableConfig
 from precompute.gates.rules import skew
 from precompute.partitions import catalogue
@@ -50,7 +51,7 @@ def model(nodes, constants, inputs):
     )
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.checker.check_model(made)
-    return made.SerializeToString()
+    return OnnxModel(made.SerializeToString())
 
 
 def from_history_and_country(items):

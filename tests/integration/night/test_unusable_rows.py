@@ -16,6 +16,7 @@ from cache.format.records.layout import ABSENT
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import TableConfig
 from precompute.control.states import State
 from precompute.erasing.holders import holders
@@ -48,7 +49,7 @@ def from_mood():
     )
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     spec = TowerSpec((MOOD,), "values", len(MOODS))
-    return ModelFile(made.SerializeToString(), spec, labels=MOODS)
+    return ModelFile(OnnxModel(made.SerializeToString()), spec, labels=MOODS)
 
 
 @pytest.fixture
@@ -222,14 +223,15 @@ def test_a_vector_that_is_not_finite_costs_its_users_their_lists(config, tmp_pat
                key=lambda item: sum(item in each for each in histories.values()))  # fmt: skip
     bundle = Bundle.open(config.path(config.bundle))
     tower = from_history_and_country(len(bundle.item_ids))
-    made = onnx.load_from_string(tower.onnx)
+    made = onnx.load_from_string(tower.onnx.graph)
     rows = numpy_helper.to_array(made.graph.initializer[0]).copy()
     rows[bundle.item_ids.index(rare.encode())] = np.nan
     made.graph.initializer[0].CopyFrom(numpy_helper.from_array(rows, "rows"))
     write_bundle(
         tmp_path / "towers", name="features", version="2", dims=DIMS,
-        item_ids=[raw.decode() for raw in bundle.item_ids], user_tower=replace(tower, onnx=made.SerializeToString()),
-        item_tower=from_looks(), values={"mood": from_mood()},
+        item_ids=[raw.decode() for raw in bundle.item_ids],
+        user_tower=replace(tower, onnx=OnnxModel(made.SerializeToString())), item_tower=from_looks(),
+        values={"mood": from_mood()},
     )  # fmt: skip
     gates = replace(config.gates, unusable_rows=0.1, coverage_of_source=0.8)
 

@@ -28,7 +28,7 @@ def rows():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("tower") / "user_tower.onnx"
-    path.write_bytes(graphs.history_tower(rows))
+    graphs.history_tower(rows).write(path)
     return path
 
 

@@ -13,6 +13,7 @@ from cache.errors import SourceError
 from cache.model.tower import Histories, Tower
 from precompute.adapters.torch_export import Example, export
 from precompute.adapters.torch_towers import from_torch
+from precompute.bundles import onnx_model
 from precompute.bundles.bundle import Bundle
 from tests.unit.precompute.adapters import torch_examples as towers
 from tests.unit.precompute.adapters.torch_examples import DIMS, INDEX, ITEMS, bound, example
@@ -33,7 +34,7 @@ def bundled(folder, name, **inputs):
 )
 def test_a_model_gives_what_torch_gives(kind, features, rows, exported, tmp_path):
     tower, model, spec = exported(kind, features)
-    (tmp_path / "tower.onnx").write_bytes(model)
+    model.write(tmp_path / "tower.onnx")
     rng = np.random.default_rng(rows)
     histories = [rng.integers(0, ITEMS, rng.integers(1, 41)) for _ in range(rows)]
     more = {name: each.numpy()[np.arange(rows) % 3] for name, each in features.items()}
@@ -172,3 +173,20 @@ def test_what_is_missing_is_named(given, remedy, tmp_path):
         )  # fmt: skip
 
     assert "\n" not in raised.value.message and not (tmp_path / "out").exists()
+
+
+def test_weights_that_no_file_holds_stand_beside_it(monkeypatch, tmp_path):
+    spec_of, tower = {}, bound(towers.Mean(), example())
+    for name, limit in (("inside", onnx_model.GRAPH_BYTES_MAX), ("outside", 0)):
+        monkeypatch.setattr(onnx_model, "GRAPH_BYTES_MAX", limit)
+        monkeypatch.setattr(onnx_model, "_SMALL", 64)
+        model, spec_of[name], error = export(tower)
+        beside = model.write(tmp_path / f"{name}.onnx")
+        assert error < 1e-6 and (beside is None) == (name == "inside")
+    histories = {"history": Histories.of([[1, 2, 3], [4]])}
+
+    found = [
+        Tower.open(tmp_path / f"{name}.onnx", spec).run(histories) for name, spec in spec_of.items()
+    ]
+
+    assert found[0].tobytes() == found[1].tobytes()

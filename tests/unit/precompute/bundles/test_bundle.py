@@ -10,6 +10,7 @@ import pytest
 
 from cache.errors import BundleError
 from cache.store.artefacts import sha256_of
+from precompute.bundles import bundle as bundles
 from precompute.bundles.bundle import FILE, Bundle
 from tests.models import ITEMS, train_small
 
@@ -135,21 +136,126 @@ def test_a_folder_without_a_bundle_says_so(tmp_path):
         Bundle.open(tmp_path)
 
 
-def test_a_model_with_weights_beside_its_file_is_refused_by_name_where_it_is_copied(
-    bundle, tmp_path
-):
-    """Only the .onnx would travel with a generation: every step after `begin` would fail, hours later."""
-    model, copy = bundle.user_tower, tmp_path / "copies" / "user_tower.onnx"
-    beside = onnx.load(model.path)
+def with_weights(bundle, name="user_tower", location="user_tower.weights"):
+    """The bundle with a tower's weights beside its file, and listed."""
+    path = bundle.path / f"{name}.onnx"
+    beside = path.parent / location
     onnx.save(
-        beside, model.path, save_as_external_data=True, location="weights.bin", size_threshold=64
+        onnx.load(path), path, save_as_external_data=True, location=location, size_threshold=64
     )
-    copy.parent.mkdir()
-    shutil.copyfile(model.path, copy)
 
-    bundle.try_models()
-    with pytest.raises(BundleError, match=r"user_tower keeps weights .*external data.*as one file"):
-        bundle.try_models(lambda each: copy if each is model else each.path)
-    (model.path.parent / "weights.bin").unlink()
-    with pytest.raises(BundleError, match="not a model that ONNX Runtime opens"):
-        bundle.try_models(lambda each: copy if each is model else each.path)
+    def listed(data):
+        weights = {"path": location, "sha256": sha256_of(beside)}
+        data[name].update(sha256=sha256_of(path), weights=weights)
+
+    edit(bundle, listed)
+    return beside
+
+
+def test_weights_beside_a_model_are_part_of_it(bundle):
+    before = bundle.user_tower
+    beside = with_weights(bundle)
+
+    model = Bundle.open(bundle.path).user_tower
+
+    assert model.weights == beside and Bundle.read(bundle.path).has_weights
+    assert [name for _, name, _ in model.files] == [
+        "models/user_tower.fp32.onnx",
+        "models/user_tower.weights",
+    ]
+    assert model.digest not in (model.sha256, before.digest) and before.digest == before.sha256
+    assert not bundle.has_weights
+
+
+def test_altered_weights_are_refused_before_they_are_loaded(bundle):
+    beside = with_weights(bundle)
+    beside.write_bytes(b"x" + beside.read_bytes()[1:])
+
+    with pytest.raises(BundleError, match=r"user_tower\.weights has SHA-256"):
+        Bundle.open(bundle.path)
+
+
+def unlist(bundle):
+    with_weights(bundle)
+    edit(bundle, lambda data: data["user_tower"].pop("weights"))
+
+
+def of_one_name(bundle):
+    (bundle.path / "item").mkdir()
+    (bundle.path / "item_tower.onnx").rename(bundle.path / "item/item_tower.onnx")
+    with_weights(bundle, location="weights")
+    path = bundle.path / "item/item_tower.onnx"
+    onnx.save(
+        onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=64
+    )
+
+    def listed(data):
+        weights = {"path": "item/weights", "sha256": sha256_of(path.parent / "weights")}
+        data["item_tower"].update(
+            path="item/item_tower.onnx", sha256=sha256_of(path), weights=weights
+        )
+
+    edit(bundle, listed)
+
+
+def outside(bundle):
+    with_weights(bundle)
+    (bundle.path.parent / "weights").touch()
+    edit(bundle, lambda data: data["user_tower"]["weights"].update(path="../weights"))
+
+
+def elsewhere(bundle):
+    beside = with_weights(bundle)
+    (bundle.path / "more").mkdir()
+    beside.rename(bundle.path / "more/user_tower.weights")
+    edit(
+        bundle,
+        lambda data: data["user_tower"]["weights"].update(path="more/user_tower.weights"),
+    )
+
+
+def gone(bundle):
+    with_weights(bundle).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            unlist,
+            r'user_tower keeps weights in user_tower\.weights .* "weights" of user_tower names',
+        ),
+        (of_one_name, r"two files would be models/weights of a generation: rename"),
+        (outside, r"names \.\./weights, which lies outside the bundle"),
+        (elsewhere, r"user_tower has its weights in more/.*: they belong beside user_tower\.onnx"),
+        (gone, r"names user_tower\.weights, which is missing"),
+    ],
+)
+def test_weights_that_would_not_be_found_again_are_refused(bundle, change, words):
+    change(bundle)
+
+    with pytest.raises(BundleError, match=words):
+        Bundle.open(bundle.path)
+
+
+def test_weights_have_a_limit(bundle, monkeypatch):
+    with_weights(bundle)
+    monkeypatch.setattr(bundles, "WEIGHTS_BYTES_MAX", 999)
+
+    with pytest.raises(BundleError, match=r"bytes, 999 at most: use fewer dimensions"):
+        Bundle.read(bundle.path)
+
+
+def test_models_may_share_their_weights(bundle):
+    """One table of items is enough for the tower that sums its rows and the one that gives a row."""
+    beside = with_weights(bundle, location="table.bin")
+    shutil.copyfile(bundle.path / "user_tower.onnx", bundle.path / "user_affinity.onnx")
+
+    def shared(data):
+        data["values"] = {"vector": {**data["user_tower"], "entity": "user"}}
+
+    edit(bundle, shared)
+
+    again = Bundle.open(bundle.path)
+
+    assert {each.weights for each in (again.user_tower, again.values["vector"])} == {beside}

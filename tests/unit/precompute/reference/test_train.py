@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from cache.errors import ConfigError, SourceError
+from cache.errors import SourceError
 from cache.model.tower import Tower
-from precompute.reference import train as trainer
+from precompute.bundles import onnx_model
 from precompute.reference.affinity import CLUSTERS
 from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
@@ -110,13 +110,13 @@ def test_repeated_interactions_count_once(tmp_path):
     assert once.digest == again.digest
 
 
-def test_a_table_that_no_model_file_holds_is_refused_before_anything_is_computed(
-    tmp_path, monkeypatch
-):
+def test_tables_that_no_model_file_holds_stand_beside_it(tmp_path, monkeypatch):
     """2.1 M items of 256 dimensions failed when they were written, after hours."""
-    monkeypatch.setattr(trainer, "FILE_BYTES_MAX", 4 * 5 * (8 + 1))
-    monkeypatch.setattr(trainer, "tables_of", None)
+    monkeypatch.setattr(onnx_model, "GRAPH_BYTES_MAX", 4 * 5 * (8 + 1))
+    monkeypatch.setattr(onnx_model, "_SMALL", 128)
     rows = np.arange(8)
     data = ReferenceData(rows, rows, [str(row) for row in rows])
-    with pytest.raises(ConfigError, match=r"8 items of 8 dimensions .* set reference\.dims to 5"):
-        train(data, tmp_path / "bundle", dims=8)
+
+    bundle = train(data, tmp_path / "bundle", dims=8)
+
+    assert {each.name for each in bundle.models if each.weights} >= {"user_tower", "item_tower"}
