@@ -93,16 +93,19 @@ def choose(
     )
     rows = np.empty(0, np.int64) if clicks is None else clicks.sample(USERS_MAX, LEAST, rng)
     kept, held = _cut(clicks, rows, rng)
-    recalls, towers = {}, {}
-    for fold in folds if len(rows) else folds[:1]:
+    if not len(rows):
+        steps, tower = enough_steps(folds[0], spec, kept)
+        return Chosen(folds[0].name, tower, spec, steps, {})
+    recalls: dict[str, float] = {}
+    best: Chosen | None = None  # the others are let go: each has a table of all items
+    for fold in folds:
         steps, tower = enough_steps(fold, spec, kept)
-        towers[fold.name] = steps, tower
-        if len(rows):
-            found = run(tower, spec, kept)
-            recalls[fold.name] = recall(found, items, kept, held, metric)
-    name = max(recalls, key=recalls.__getitem__) if recalls else folds[0].name
-    steps, tower = towers[name]
-    return Chosen(name, tower, spec, steps, recalls)
+        found = recall(run(tower, spec, kept), items, kept, held, metric)
+        if best is None or found > recalls[best.name]:
+            best = Chosen(fold.name, tower, spec, steps, recalls)
+        recalls[fold.name] = found
+    assert best is not None  # noqa: S101
+    return best
 
 
 def recall_of(

@@ -27,6 +27,8 @@ from precompute.bundles.onnx_model import GRAPH_BYTES_MAX, read_model
 
 ROWS_MAX = 512
 """Rows that products are calibrated on."""
+ROWS_AT_ONCE = 1 << 16
+"""Rows of a table that become int8 together: all of a large one would be in memory three times."""
 _PRODUCTS = ("MatMul", "Gemm")
 _OPSET_MIN = 13  # from there on, axes are inputs
 _LAST, _MIDDLE = "larder_last_axis", "larder_middle_axis"
@@ -173,9 +175,13 @@ def _is_table(table: onnx.TensorProto, node: onnx.NodeProto) -> bool:
 
 def _add_rows(graph: onnx.GraphProto, table: onnx.TensorProto) -> None:
     rows = numpy_helper.to_array(table)
-    scales = (np.abs(rows).max(axis=1) / 127).astype(np.float32)
-    with np.errstate(invalid="ignore"):  # of a row that is not finite, its scale is not either
-        whole = np.rint(rows / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8)
+    scales, whole = np.empty(len(rows), np.float32), np.empty(rows.shape, np.int8)
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        some = slice(start, start + ROWS_AT_ONCE)
+        scales[some] = np.abs(rows[some]).max(axis=1) / 127
+        divisors = np.where(scales[some] > 0, scales[some], 1)[:, None]
+        with np.errstate(invalid="ignore"):  # of a row that is not finite, its scale is not either
+            whole[some] = np.rint(rows[some] / divisors).astype(np.int8)
     graph.initializer.append(numpy_helper.from_array(whole, f"{table.name}_int8"))
     graph.initializer.append(numpy_helper.from_array(scales, f"{table.name}_scale"))
 

@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
+import orjson
 import pytest
 import scipy.sparse as sp
 
 from cache.errors import LarderError
+from cache.store.artefacts import sha256_of
 from infra.cli.__main__ import USAGE, main
 from precompute.adapters.implicit_models import from_implicit
 from precompute.adapters.vectors import from_vectors
+from precompute.bundles.bundle import Bundle
+from tests.models import train_small
 from tests.unit.precompute.adapters.written import taste_clicks
 from tests.unit.test_rooms import ROOT
 
@@ -79,6 +84,20 @@ def frozen() -> Wrong:
     return Wrong(lambda: from_torch(users, items, towers.example(), to="out", item_ids=ids))
 
 
+def unlisted() -> Wrong:
+    """A model whose weights are in files of their own, as any size of them may be saved."""
+    bundle = train_small(Path("bundle"))
+    path = bundle.user_tower.path
+    model = onnx.load(path)
+    for number, tensor in enumerate(model.graph.initializer):
+        onnx.external_data_helper.set_external_data(tensor, f"table.{number}")
+    onnx.save(model, path)
+    told = orjson.loads((bundle.path / "bundle.json").read_bytes())
+    told["user_tower"]["sha256"] = sha256_of(path)
+    (bundle.path / "bundle.json").write_bytes(orjson.dumps(told))
+    return Wrong(lambda: Bundle.open(bundle.path))
+
+
 WRONG: dict[str, Callable[[], Wrong]] = {
     "shuffled ids": shuffled,
     "wrong dimensions": lambda: vectors(users=USERS[:, :5]),
@@ -89,9 +108,10 @@ WRONG: dict[str, Callable[[], Wrong]] = {
     "pickles": lambda: vectors(np.array([{"a": 1}], dtype=object)),
     "duplicate ids": lambda: vectors(ids=[*IDS[:79], "i7"]),
     "unfitted model": unfitted,
+    "3 GiB of weights in files that nobody listed": unlisted,
 }
 
-NO_FILE = {"frozen batch"}
+NO_FILE = {"frozen batch", "3 GiB of weights in files that nobody listed"}
 """Wrong inputs that `larder import` cannot be given."""
 
 
