@@ -47,5 +47,11 @@ def of_page(page: Path) -> list[Block]:
     return list(blocks(str(page.relative_to(ROOT)), page.read_text()))
 
 
+LIBRARIES = {
+    f"docs/how-to/import/{name}.md"
+    for name in ("lightfm", "rectools", "recbole", "torch-rechub", "sentence-transformers")
+}
+"""Pages that install a library which our environment cannot hold: `tests/installs` runs each in one of its own."""
+
 ALL = [block for page in PAGES for block in of_page(page)]
 """Every block of every document, in the order of pages and lines."""
