@@ -82,15 +82,21 @@ def probe_inputs(
 ) -> tuple[ShardInput, list[Any]]:
     """Inputs as `sample_inputs` finds them, and the parts of the probe: slice after slice, until it is full.
 
-    Drawn histories are in no probe: no answer was computed from them.
+    Drawn histories are in no probe, and neither are users that brought a vector: their lists were not computed from
+    what they did, and another answer to that would be no drift.
     """
     if lacks_histories(made, model):
         return sample_inputs(made, items, model, metric=metric), []
     sample, parts, count = None, [], 0
     for found in _slices(made):
-        rows = usable_inputs(items, found, {model.name: model.spec})[0][: USERS_MAX - count]
+        usable = usable_inputs(items, found, {model.name: model.spec})[0]
+        if len(usable):
+            sample = sample or found
+        rows = usable[~found.has_vector[usable]][: USERS_MAX - count]
+        if len(usable) and not len(rows):
+            break  # a slice is of users at random: where one has none, there are next to none
         if len(rows):
-            sample, count = sample or found, count + len(rows)
+            count += len(rows)
             parts.append(
                 probe_part(found.hashes, found.indptr, found.ordinals, found.features, rows)
             )

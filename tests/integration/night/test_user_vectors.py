@@ -9,8 +9,11 @@ import pytest
 
 from cache.errors import SourceError
 from cache.format.gate_rules import SKEW
+from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
+from cache.format.manifest import Artefact
 from cache.format.records.codec import decode
+from cache.model.input_sample import FACT, Probe
 from precompute.builds.build import Build
 from precompute.planning.sampling import draw
 from precompute.steps import begin
@@ -61,6 +64,18 @@ def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(confi
     assert SKEW in {each["rule"] for each in manifest.gates if each["passed"]}
 
 
+def test_the_probe_holds_those_who_were_scored_by_the_tower_and_no_others(config, given):
+    """Else a service that computes answers once more would call lists from vectors drift."""
+    generation = nights.publish_night(config, nights.UNTIL)
+
+    manifest, root = open_generation(config.store(), generation)
+    artefact = Artefact(**manifest.facts[FACT])
+    probe = Probe.open(root / artefact.path, ItemTable.open(root, manifest))
+    seed, histories = manifest.entity_sets["user"].seed, nights.histories(config)
+    probed = {user for user in histories if probe.of(hash_id(user.encode(), seed)) is not None}
+    assert probed == histories.keys() - given.keys()
+
+
 def test_where_all_users_bring_vectors_there_is_no_skew_to_measure(config):
     users = sorted(nights.histories(config))
     rng = np.random.default_rng(4)
@@ -69,6 +84,7 @@ def test_where_all_users_bring_vectors_there_is_no_skew_to_measure(config):
     generation = nights.publish_night(config, nights.UNTIL)
 
     manifest, _ = open_generation(config.store(), generation)
+    assert manifest.facts[FACT] is None
     assert {each["rule"] for each in manifest.gates} >= {"exact_lists", "exact_numbers"}
     assert all(each["passed"] for each in manifest.gates)
 
