@@ -9,22 +9,33 @@ from pathlib import Path
 
 from tests.integration.program import ANNOUNCED
 
+ADDRESS = "http://127.0.0.1:8000"
 PRELUDE = f"""
 set -euo pipefail
 curl() {{ command curl -sS --fail-with-body "$@"; echo; }}
+in_another_terminal() {{  # until the page is done
+  command "$@" > served.log 2>&1 &
+  echo $! >> served.pids
+  for _ in $(seq 900); do ! grep -q '^{ANNOUNCED}' served.log || return 0; kill -0 $! || break; sleep 0.2; done
+  cat served.log; return 1
+}}
+larder() {{
+  case "$1" in
+    serve) in_another_terminal larder "$@" --port 0 ;;
+    lookup|explain) command larder "$@" --url {ADDRESS} ;;
+    check|status) command larder "$@" || [ $? = 3 ] ;;  # 3: not all is well, which it says
+    *) command larder "$@" ;;
+  esac
+}}
 python() {{
   case " $* " in
-    *" -m serving --port 8000 "*)  # serves until the page is done; readers take another terminal
-      command python "${{@/8000/0}}" > served.log 2>&1 &
-      echo $! >> served.pids
-      for _ in $(seq 900); do ! grep -q '^{ANNOUNCED}' served.log || return 0; kill -0 $! || break; sleep 0.2; done
-      cat served.log; return 1 ;;
+    *" -m serving --port 8000 "*) in_another_terminal python "${{@/8000/0}}" ;;
     *" status "*) command python "$@" || [ $? = 3 ] ;;  # 3: not all is well, which it says
     *) command python "$@" ;;
   esac
 }}
 """
-ADDRESSES = ("http://127.0.0.1:8000", "http://localhost:8000")
+ADDRESSES = (ADDRESS, "http://localhost:8000")
 TIMEOUT_S = 500
 
 
@@ -39,7 +50,7 @@ class Shell:
 
     def sh(self, text: str) -> "subprocess.CompletedProcess[str]":
         """What a block of commands says; the first that fails ends it."""
-        return self._run(["bash", "-c", PRELUDE + self._meant(text)])
+        return self._run(["bash", "-c", self._meant(PRELUDE + text)])
 
     def python(self, text: str) -> "subprocess.CompletedProcess[str]":
         """What a program says."""

@@ -1,11 +1,11 @@
 """Examples of the documents, run as they stand against one small night and its service.
 
-A page's blocks run in their order and share a folder: the shop's of `world`, or an empty one for a tutorial that makes
-its own.
+A page's blocks run in their order and share a folder: the shop's of `world`, or an empty one where a page makes its own
+data.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -53,22 +53,32 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[S
 
 
 @pytest.fixture(scope="module")
-def nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    """The shell of who has only installed Larder."""
-    folder = tmp_path_factory.mktemp("nothing")
-    environ = world.environment("", folder)
-    shell = Shell(
-        folder, {name: value for name, value in environ.items() if name not in world.OURS}
-    )
-    yield shell
-    shell.close()
+def nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Shell]]:
+    """Shells of who has only installed Larder, one for each page."""
+    shells: dict[str, Shell] = {}
+
+    def of(page: str) -> Shell:
+        if page not in shells:
+            folder = tmp_path_factory.mktemp("nothing")
+            environ = world.environment("", folder)
+            ours = {name: value for name, value in environ.items() if name not in world.OURS}
+            shells[page] = Shell(folder, ours)
+        return shells[page]
+
+    yield of
+    for each in shells.values():
+        each.close()
 
 
 @pytest.mark.parametrize("block", EXAMPLES, ids=place)
 def test_an_example_runs(block: Block, request: pytest.FixtureRequest) -> None:
     if block.page.endswith("import/torch.md"):
         pytest.importorskip("torch")
-    shell: Shell = request.getfixturevalue("nothing" if block.page in FROM_NOTHING else "shop")
+    shell: Shell = (
+        request.getfixturevalue("nothing")(block.page)
+        if block.page in FROM_NOTHING
+        else request.getfixturevalue("shop")
+    )
 
     done = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
 
