@@ -259,7 +259,14 @@ def _demand_own_names(models: Sequence[BundleModel]) -> None:
 def _check_model(model: BundleModel, path: Path, items: int) -> None:
     """Open the model once; refuse weights that are not listed, and a padding index that is one of the items."""
     demand_weights(model.name, path, model.weights)
-    Tower.open(path, model.spec)
+    try:
+        Tower.open(path, model.spec)
+    except BundleError:
+        if path != model.path:
+            Tower.open(
+                model.path, model.spec
+            )  # what is wrong with the model is told under its own name
+        raise
     history = model.spec.history
     if history is not None and history.pad is not None and 0 <= history.pad < items:
         raise BundleError(
