@@ -13,7 +13,8 @@ from cache.errors import BundleError, StoreError, UnknownGeneration
 from cache.format.manifest import Artefact, Model
 from cache.formats import FIELD, FORMATS, STAGES, demand, stamp
 from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
-from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.bundles.digests import demand_sha256
 from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.partitions import catalogue

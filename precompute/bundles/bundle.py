@@ -20,7 +20,7 @@ from cache.formats import BUNDLE, unread
 from cache.model.ranking import Metric
 from cache.model.tower import Tower
 from cache.model.tower_spec import TowerSpec
-from precompute.bundles.digests import sha256_unchanged
+from precompute.bundles.digests import demand_sha256
 from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, demand_weights
 from precompute.sources.columns import raws_of
 from precompute.sources.vocabulary import Vocabulary, as_strings
@@ -145,8 +145,7 @@ class Bundle:
         """Raises BundleError for a file that is not the one that was put in, or items that cannot be ids."""
         _ = self.vocabulary
         with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
-            for _ in pool.map(_verify_model, self.models):
-                pass
+            list(pool.map(_verify_model, self.models))
 
     def try_models(self, path_of: Callable[[BundleModel], Path] = lambda model: model.path) -> None:
         """Opens each model's file, or a copy of it, once; raises BundleError where it is not what the bundle says."""
@@ -155,8 +154,7 @@ class Bundle:
             _check_model(model, path_of(model), self.items.count)
 
         with ThreadPoolExecutor() as pool:
-            for _ in pool.map(check, self.models):
-                pass
+            list(pool.map(check, self.models))
 
     @property
     def models(self) -> tuple[BundleModel, ...]:
@@ -165,7 +163,7 @@ class Bundle:
 
     @property
     def has_weights(self) -> bool:
-        """True if a model has weights beside its file, which a manifest of format 1 cannot say."""
+        """True if a model has weights beside its file: no manifest of format 1 can say so."""
         return any(each.weights is not None for each in self.models)
 
     @cached_property
@@ -186,12 +184,6 @@ class Bundle:
             raws = raws_of(chunk)
             whole.update(b"".join([len(raw).to_bytes(2, "little") + raw for raw in raws]))
         return whole.hexdigest()
-
-
-def demand_sha256(path: Path, wanted: str) -> None:
-    """Raises BundleError for a file of a bundle that holds anything else."""
-    if (found := sha256_unchanged(path)) != wanted:
-        raise BundleError(f"{path.name} has SHA-256 {found}, {FILE} says {wanted}", path=path.name)
 
 
 def _verify_model(model: BundleModel) -> None:

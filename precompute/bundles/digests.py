@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cachetools import LRUCache, cached
 
+from cache.errors import BundleError
 from cache.store.artefacts import sha256_of
 
 SETTLED_NS = 2_000_000_000
@@ -28,6 +29,14 @@ def sha256_unchanged(path: Path) -> str:
     stamp = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
     is_settled = time.time_ns() - found.st_ctime_ns > SETTLED_NS
     return _sha256_once(path, stamp) if is_settled else sha256_of(path)
+
+
+def demand_sha256(path: Path, wanted: str) -> None:
+    """Raises BundleError for a file of a bundle that holds anything else than `bundle.json` says."""
+    if (found := sha256_unchanged(path)) != wanted:
+        raise BundleError(
+            f"{path.name} has SHA-256 {found}, bundle.json says {wanted}", path=path.name
+        )
 
 
 @cached(_known, key=lambda _path, stamp: stamp, lock=threading.Lock())

@@ -12,7 +12,8 @@ from cache.model.tower import Histories, Inputs, Tower, rows_of
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model
-from precompute.bundles.bundle import BundleModel, demand_sha256
+from precompute.bundles.bundle import BundleModel
+from precompute.bundles.digests import demand_sha256
 
 AGREEMENT = 1e-4
 """Largest deviation of a program from its ONNX file, relative to the largest number of the row."""
