@@ -93,11 +93,12 @@ def ids_of(ids: Any, what: str) -> Any:
 class ClickMatrix:
     """Clicks of users on items, by the rows of both: a CSR matrix [users, items] of weights above 0.
 
-    Those that were read from a table with times are in their order within a row.
+    Those that were read from a table with times are in their order within a row (`is_ordered`).
     """
 
     matrix: sp.csr_matrix
     users: Any
+    is_ordered: bool = False
 
     @classmethod
     def of(cls, given: Any, users: Any, items: Any) -> Self:
@@ -111,7 +112,12 @@ class ClickMatrix:
             return given
         if isinstance(given, str | Path) and Path(given).suffix != ".npz":
             table = Sources(interactions=(str(given),))
-            return cls.read(read_interactions(table, Path.cwd()), str(given), users, items)
+            try:
+                return cls.read(read_interactions(table, Path.cwd()), str(given), users, items)
+            except SourceError as error:
+                named = ": call them user and item, and timestamp if there are times"
+                said = error.message + (named if "column" in error.details else "")
+                raise SourceError(said, **error.details) from None
         if isinstance(given, str | Path):
             try:
                 given = sp.load_npz(given)
@@ -127,9 +133,7 @@ class ClickMatrix:
         texts = ids_of(range(found.shape[0]), "user") if users is None else users
         if found.shape != (len(texts), len(items)):
             is_turned = found.shape == (len(items), len(texts))
-            remedy = (
-                "give a row for each user and a column for each item, in the order of their ids"
-            )
+            remedy = "give a row for each user, a column for each item, in the order of their ids"
             raise SourceError(
                 f"the clicks are {found.shape[0]:,} by {found.shape[1]:,}, there are {len(texts):,} users and "
                 f"{len(items):,} items: {'it is items by users, give its transpose' if is_turned else remedy}"
@@ -147,12 +151,9 @@ class ClickMatrix:
 
         Raises SourceError where that leaves none, naming `where` they came from.
         """
-        columns, numbered, rows, times = (
-            Vocabulary.of(pa.chunked_array([items])),
-            Numbered(),
-            [],
-            [],
-        )
+        columns, numbered = Vocabulary.of(pa.chunked_array([items])), Numbered()
+        rows: list[NDArray[np.int64]] = []
+        times: list[NDArray[np.int64]] = []
         assert columns is not None  # noqa: S101 - ids were checked
         for batch in batches:
             numbered.add(batch.users)
@@ -186,7 +187,8 @@ class ClickMatrix:
         latest = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
         indptr = np.searchsorted(row[latest], np.arange(len(users) + 1))
         ones = np.ones(len(latest), np.float32)
-        return cls(sp.csr_matrix((ones, column[latest], indptr), (len(users), items)), users)
+        matrix = sp.csr_matrix((ones, column[latest], indptr), (len(users), items))
+        return cls(matrix, users, bool(time.any()))
 
     @property
     def usual_weight(self) -> float:

@@ -94,7 +94,7 @@ def from_torch(
         limits.append("have a night yet: name a table of these features in [sources] user_features")
     recalls = {}
     if user_spec.history is not None:
-        limits += _limits(example, clicks)
+        limits += _limits(example, found)
         if not user_spec.features:
             share = recall_of(tower, user_spec, rows.rows, found, metric, rng)
             recalls = {} if share is None else {"the user tower": share}
@@ -190,13 +190,12 @@ def _demand_same(users: int, items: int) -> None:
         )
 
 
-def _limits(example: Example, clicks: Any) -> list[str]:
-    found = [f"see more of a history than its last {example.max_length:,} items"]
-    has_times = isinstance(clicks, ClickMatrix) or (
-        isinstance(clicks, str | Path) and Path(clicks).suffix != ".npz"
-    )
-    if clicks is not None and not has_times:
+def _limits(example: Example, clicks: ClickMatrix | None) -> list[str]:
+    found = [
+        f"see more of a history than its last {example.max_length:,} items (max_length of Example), or an item twice"
+    ]
+    if clicks is not None and not clicks.is_ordered:
         found.append(
-            "know the order of these clicks: a matrix has none; give a table with a timestamp"
+            "know the order of these clicks: there are no times; give a table with a column timestamp"
         )
     return found

@@ -77,6 +77,9 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
             lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit)}")
     if (canary := told["canary"]) is not None:
         lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
-    lines.append(f"{len(told['replicas'])} replicas, blocklist version {told['blocklist_version']}")
+    replicas = len(told["replicas"])
+    lines.append(
+        f"{replicas} replica{'s' * (replicas != 1)}, blocklist version {told['blocklist_version']}"
+    )
     lines.append(f"{told['erasures_pending']} erasures pending (erase --list)")
     return lines

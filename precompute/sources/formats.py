@@ -61,6 +61,16 @@ def read_lines(path: SourceFile, sources: Sources) -> Iterator[Any]:
         yield batch()
 
 
+def named_columns(sources: Sources) -> list[str]:
+    """Columns of times and weights that settings name: these must be there, those of the default names need not."""
+    usual, named = Sources(), [sources.timestamp_column, sources.weight_column]
+    return [
+        name
+        for name, default in zip(named, (usual.timestamp_column, usual.weight_column), strict=True)
+        if name and name != default
+    ]
+
+
 def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:
     def left_out(row: Any) -> str:
         unusable.looked_at(INTERACTIONS, 1)
@@ -68,10 +78,11 @@ def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Itera
         return "skip"
 
     names = [sources.user_column, sources.item_column]
+    wanted = [*names, *named_columns(sources)]
     skipping = pa.csv.ParseOptions(invalid_row_handler=lambda _: "skip")
     with readable(path) as raw, pa.csv.open_csv(raw, parse_options=skipping) as reader:
         known = reader.schema.names
-    demand_columns(known, names, path)
+    demand_columns(known, wanted, path)
     names += [each for each in (sources.timestamp_column, sources.weight_column) if each in known]
     # Left alone, the reader infers types: "007" would become 7, and one odd time would end the file.
     options = pa.csv.ConvertOptions(
@@ -98,7 +109,7 @@ def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[Any]:
         found = pa.parquet.read_metadata(raw)
     known = found.schema.to_arrow_schema().names
     names = [sources.user_column, sources.item_column]
-    demand_columns(known, names, path)
+    demand_columns(known, [*names, *named_columns(sources)], path)
     encoded = [name for name in names if name in _encoded(found)]
     with (
         readable(path) as raw,

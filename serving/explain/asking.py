@@ -99,7 +99,7 @@ def _body(sent: argparse.Namespace) -> dict[str, Any] | None:
 
 def _history(text: str) -> list[str]:
     if not text.startswith("@"):
-        return [each for each in text.split(",") if each]
+        return [each.strip() for each in text.split(",") if each.strip()]
     try:
         return [each for each in Path(text[1:]).read_text().splitlines() if each]
     except (OSError, UnicodeDecodeError) as error:

@@ -39,6 +39,9 @@ _NAMES: Final[Mapping[Role, tuple[str, ...]]] = {
 }  # fmt: skip
 """Role -> names without case, underscores and the like; the first is the surest."""
 
+_MOMENT: Final = re.compile(r"([\W_](at|ts|date|timestamp)|[a-z](At|Date|Timestamp))$")
+"""End of a name of several words that tells when something happened: `ordered_at`, `viewDate`."""
+
 FITS: Final[Mapping[Role, tuple[Kind, ...]]] = {
     "user": ("integer", "text"),
     "item": ("integer", "text"),
@@ -104,6 +107,8 @@ def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[s
         # Of several words: `src_user_id`, `clicked_article`.
         ends = tuple(each for each in names if len(each) > 3)
         exact += [each for each in columns if each not in exact and plain(each).endswith(ends)]
+    if role == "timestamp":
+        exact += [each for each in columns if each not in exact and _MOMENT.search(each)]
     return exact
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.cli.__main__ import main
-from infra.cli.init.roles import roles_of
+from infra.cli.init.roles import Kind, roles_of
 from precompute.config.settings import night_config
 from precompute.sources.readers import read_interactions
 
@@ -61,6 +61,8 @@ def init(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
         ("reviewerID", "asin", "unixReviewTime", "overall"),
         ("user", "track_id", "created_at", "plays"),
         ("src_user_id", "clicked_article_id", "event_time", "stars"),
+        ("customer", "sku", "ordered_at", "qty"),
+        ("user", "item", "viewDate", "plays"),
     ],
 )
 def test_usual_names_are_recognised_and_can_be_read(
@@ -87,6 +89,12 @@ def test_usual_names_are_recognised_and_can_be_read(
     config = night_config("larder.toml", {})
     (batch,) = read_interactions(config.sources, config.path("."))
     assert (len(batch.users), batch.times.min()) == (60, TIMES[0] * 1_000_000)
+
+
+def test_a_length_of_time_is_no_moment() -> None:
+    kinds: dict[str, Kind] = {"user": "text", "item": "text", "watch_time": "integer"}
+
+    assert roles_of(kinds).columns == {"user": "user", "item": "item"}
 
 
 def test_feature_tables_are_recognised_and_few_items_get_a_small_model(

@@ -213,6 +213,25 @@ class TestClicks:
         with pytest.raises(SourceError, match="not one click is of a known user on a known item"):
             ClickMatrix.of(path, self.USERS, self.ITEMS)
 
+    def test_a_table_with_other_columns(self, tmp_path):
+        path = parquet(tmp_path / "clicks.parquet", user_id=["x"], item=["y"])
+
+        with pytest.raises(SourceError) as error:
+            ClickMatrix.of(path, self.USERS, self.ITEMS)
+        assert error.value.message.endswith(
+            "clicks.parquet has no column 'user'; it has user_id, item: call them user and item, and timestamp if "
+            "there are times"
+        )
+
+    @pytest.mark.parametrize("more", [{}, {"ts": [2, 1]}, {"timestamp": [2, 1]}])
+    def test_only_times_that_are_called_so_put_clicks_in_order(self, tmp_path, more):
+        users, items = (ids.to_pylist()[0] for ids in (self.USERS, self.ITEMS))
+        path = parquet(
+            tmp_path / "c.parquet", user=[users] * 2, item=[items, self.ITEMS[1].as_py()], **more
+        )
+
+        assert ClickMatrix.of(path, self.USERS, self.ITEMS).is_ordered == ("timestamp" in more)
+
     def test_a_table_is_the_same_as_its_matrix(self, tmp_path):
         ClickMatrix.of(CLICKS, self.USERS, self.ITEMS).write(
             tmp_path / "clicks.parquet", self.ITEMS

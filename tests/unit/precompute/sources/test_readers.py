@@ -51,6 +51,19 @@ def test_numbers_are_seconds(tmp_path, kind):
     assert read(tmp_path, "a.parquet")[0].times.tolist() == [0, SECONDS * 10**6]
 
 
+@pytest.mark.parametrize("setting", ["timestamp_column", "weight_column"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
+def test_a_column_that_settings_name_must_be_there(tmp_path, setting, name):
+    """A night with a misspelt column of times was one without times, and said nothing."""
+    write(tmp_path, more=[1])
+    (tmp_path / "a.csv").write_text("user,item\nu,i\n")
+
+    with pytest.raises(SourceError, match=r"has no column 'order_at'; it has user, item"):
+        read(tmp_path, name, **{setting: "order_at"})
+    assert read(tmp_path, name)  # the defaults may lack
+    assert read(tmp_path, name, **{setting: ""})
+
+
 def test_dates_are_their_first_moment(tmp_path):
     for kind in (pa.date32(), pa.date64()):
         write(tmp_path, timestamp=pa.array([1], pa.int32()).cast(pa.date32()).cast(kind))

@@ -1,0 +1,44 @@
+"""An answer for eyes: what a reader may have mistyped is said."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from serving.explain.asking import _body
+from serving.explain.lookup_cli import lines_of
+
+ANSWER = {
+    "table": "user_topk", "id": "c42", "source": "l2", "generation": "g", "age_seconds": 7.0,
+    "items": ["a"], "scores": [0.5],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({}, None),
+        ({"source": "default", "reason": "not_in_generation"}, "nothing is known of this id"),
+        ({"source": "default", "reason": "entity_blocked"}, None),
+        ({"dropped_history": 2}, "2 of the history are no items of this generation"),
+    ],
+)
+def test_what_may_be_a_mistake_is_said_below_the_answer(
+    told: dict[str, object], said: str | None
+) -> None:
+    lines = list(lines_of({**ANSWER, **told}))
+
+    assert lines[0].startswith("user_topk c42: 1 items from ")
+    assert len(lines) == (2 if said is None else 3)
+    assert said is None or said in lines[1]
+
+
+@pytest.mark.parametrize("text", ["a,b", "a, b", " a ,b,", "@ids.txt"])
+def test_a_history_may_have_spaces_between_its_ids(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ids.txt").write_text("a\nb\n")
+    sent = argparse.Namespace(history=text, features=None, entity="u", k=None, generation=None)
+
+    assert _body(sent) == {"entities": [{"id": "u", "history": ["a", "b"]}]}
