@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx
+import orjson
 from numpy.typing import NDArray
 
 from cache.format.directory import Directory
@@ -14,7 +16,8 @@ from cache.format.records.layout import Layout
 from cache.model.candidate_search import Searcher
 from cache.model.predictor import ModelPrecision, Predictor
 from cache.model.tower import Histories, Tower
-from precompute.bundles.bundle import Bundle
+from cache.store.artefacts import sha256_of
+from precompute.bundles.bundle import FILE, Bundle
 from precompute.bundles.index import build_index
 from precompute.bundles.quantize import quantize_tower
 from precompute.reference.spectral import SpectralShape
@@ -133,3 +136,21 @@ def make_predictor(
 def ordinals_of(items: ItemTable, ids: Sequence[bytes]) -> Ordinals:
     """Ordinals of item ids."""
     return items.ordinals_of(list(ids))
+
+
+def put_weights_beside(folder: Path, name: str, location: str = "", **entry: str) -> Path:
+    """Put a tower's weights of a bundle into a file beside its model, list it, and return it.
+
+    `entry` are other fields of the tower in `bundle.json`, say where its model lies.
+    """
+    told = orjson.loads((folder / FILE).read_bytes())
+    told[name].update(entry)
+    path = folder / str(told[name]["path"])
+    beside = path.with_name(location or f"{name}.weights")
+    onnx.save(
+        onnx.load(path), path, save_as_external_data=True, location=beside.name, size_threshold=64
+    )
+    listed = {"path": str(beside.relative_to(folder)), "sha256": sha256_of(beside)}
+    told[name].update(sha256=sha256_of(path), weights=listed)
+    (folder / FILE).write_bytes(orjson.dumps(told))
+    return beside

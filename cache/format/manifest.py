@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written
-WITH_WEIGHTS: Final = FORMATS[MANIFEST].newest
-"""Format of a manifest whose models have weights beside them."""
 """Version of the manifest's fields and of the files it lists; that of the records in the pages is their own."""
+WITH_WEIGHTS: Final = 2
+"""Version of a manifest in which a model has weights beside it."""
 
 EntityKind = Literal["user", "item"]
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")

@@ -45,7 +45,7 @@ class OnnxModel:
         offset = 0
         for name, each in outside.items():
             tensors.append(_pointer(name, each, offset))
-            offset += -(-each.nbytes // _ALIGNED) * _ALIGNED
+            offset = _aligned(offset + each.nbytes)
         model.graph.initializer.extend(tensors)
         if not outside:  # the checker wants to see the other file, too
             onnx.checker.check_model(model)
@@ -59,7 +59,7 @@ class OnnxModel:
         beside = path.with_suffix(SUFFIX)
         with written_beside(beside) as part, part.open("wb") as file:
             for each in self.weights:
-                file.seek(-(-file.tell() // _ALIGNED) * _ALIGNED)
+                file.seek(_aligned(file.tell()))
                 file.write(np.ascontiguousarray(each).data.cast("B"))
         model = onnx.load_from_string(self.graph)
         for tensor in _external(model):
@@ -104,6 +104,11 @@ def demand_weights(name: str, path: Path, listed: Path | None) -> None:
             f"bundle.json lists weights of {name}, and {path.name} uses none: leave them out",
             model=name,
         )
+
+
+def _aligned(offset: int) -> int:
+    """The first place from there on where a tensor may begin."""
+    return -(-offset // _ALIGNED) * _ALIGNED
 
 
 def _pointer(name: str, array: NDArray[Any], offset: int) -> TensorProto:

@@ -63,12 +63,10 @@ def read_lines(path: SourceFile, sources: Sources) -> Iterator[Any]:
 
 def named_columns(sources: Sources) -> list[str]:
     """Columns of times and weights that settings name: these must be there, those of the default names need not."""
-    usual, named = Sources(), [sources.timestamp_column, sources.weight_column]
-    return [
-        name
-        for name, default in zip(named, (usual.timestamp_column, usual.weight_column), strict=True)
-        if name and name != default
-    ]
+    usual = Sources()
+    unnamed = ("", usual.timestamp_column, usual.weight_column)
+    named = (sources.timestamp_column, sources.weight_column)
+    return [name for name in named if name not in unnamed]
 
 
 def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:
@@ -78,11 +76,10 @@ def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Itera
         return "skip"
 
     names = [sources.user_column, sources.item_column]
-    wanted = [*names, *named_columns(sources)]
     skipping = pa.csv.ParseOptions(invalid_row_handler=lambda _: "skip")
     with readable(path) as raw, pa.csv.open_csv(raw, parse_options=skipping) as reader:
         known = reader.schema.names
-    demand_columns(known, wanted, path)
+    demand_columns(known, [*names, *named_columns(sources)], path)
     names += [each for each in (sources.timestamp_column, sources.weight_column) if each in known]
     # Left alone, the reader infers types: "007" would become 7, and one odd time would end the file.
     options = pa.csv.ConvertOptions(

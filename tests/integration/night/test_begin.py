@@ -1,12 +1,10 @@
 """What begin refuses before hours of work, and what of a first pass over the sources a second one leaves."""
 
 import uuid
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnx
 import orjson
 import pyarrow as pa
 import pytest
@@ -16,7 +14,6 @@ from cache.format.item_table import ItemTable
 from cache.format.records.codec import decode
 from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
-from cache.store.artefacts import sha256_of
 from precompute.builds.build import Build
 from precompute.config.settings import NightConfig
 from precompute.partitions.holdout import read_holdout
@@ -26,6 +23,7 @@ from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
 from precompute.steps import begin, embed_items
 from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
+from tests.models import put_weights_beside
 from tests.object_stores import Overwriting
 from tests.opened import open_generation
 
@@ -35,27 +33,13 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     return prepare(tmp_path, redis_url, users=60, items=30)
 
 
-def put_weights_beside(
-    config: NightConfig, names: Sequence[str], *, is_listed: bool = True
-) -> None:
-    """Weights of these towers in a file beside each, as for models of more than 2 GiB."""
-    folder = config.path(config.bundle)
-    told = folder / "bundle.json"
-    data = orjson.loads(told.read_bytes())
-    for name in names:
-        path, location = folder / f"{name}.onnx", f"{name}.weights"
-        onnx.save(
-            onnx.load(path), path, save_as_external_data=True, location=location, size_threshold=256
-        )
-        data[name]["sha256"] = sha256_of(path)
-        if is_listed:
-            data[name]["weights"] = {"path": location, "sha256": sha256_of(folder / location)}
-    told.write_bytes(orjson.dumps(data))
-
-
 def test_weights_beside_a_model_that_the_bundle_does_not_list_are_refused_by_name(config):
     """They would lie in no generation, and every step after this one would fail, hours later."""
-    put_weights_beside(config, ["user_tower"], is_listed=False)
+    folder = config.path(config.bundle)
+    put_weights_beside(folder, "user_tower")
+    told = orjson.loads((folder / "bundle.json").read_bytes())
+    del told["user_tower"]["weights"]
+    (folder / "bundle.json").write_bytes(orjson.dumps(told))
 
     with pytest.raises(
         BundleError, match=r"user_tower keeps weights in user_tower\.weights"
@@ -68,7 +52,8 @@ def test_weights_beside_a_model_that_the_bundle_does_not_list_are_refused_by_nam
 def test_a_night_of_models_with_weights_beside_them_is_the_night_without(config, tmp_path):
     inside = publish_night(config, UNTIL)
     lists = top_lists(config, inside, sorted(histories(config)))
-    put_weights_beside(config, ["user_tower", "item_tower"])
+    for name in ("user_tower", "item_tower"):
+        put_weights_beside(config.path(config.bundle), name)
 
     outside = publish_night(config, UNTIL)
 
@@ -96,7 +81,7 @@ def test_a_night_of_models_with_weights_beside_them_is_the_night_without(config,
 
 
 def test_weights_that_changed_since_the_night_began_are_refused(config):
-    put_weights_beside(config, ["item_tower"])
+    put_weights_beside(config.path(config.bundle), "item_tower")
     build = begin.run(config, data_until=UNTIL, run_after=None)
     path = config.store().local(f"generations/{build['generation']}/models/item_tower.weights")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -106,7 +91,7 @@ def test_weights_that_changed_since_the_night_began_are_refused(config):
 
 
 def test_no_night_of_such_a_model_begins_while_a_replica_cannot_read_it(config):
-    put_weights_beside(config, ["user_tower"])
+    put_weights_beside(config.path(config.bundle), "user_tower")
     with open_releases(config) as releases:
         beat: dict[str, object] = {"replica": "old", "serving": None, "holds": []}
         keys, now = releases.control.keys, releases.control.time()

@@ -2,7 +2,6 @@
 
 import shutil
 
-import onnx
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +11,7 @@ from cache.errors import BundleError
 from cache.store.artefacts import sha256_of
 from precompute.bundles import bundle as bundles
 from precompute.bundles.bundle import FILE, Bundle
-from tests.models import ITEMS, train_small
+from tests.models import ITEMS, put_weights_beside, train_small
 
 
 @pytest.fixture
@@ -136,25 +135,9 @@ def test_a_folder_without_a_bundle_says_so(tmp_path):
         Bundle.open(tmp_path)
 
 
-def with_weights(bundle, name="user_tower", location="user_tower.weights"):
-    """The bundle with a tower's weights beside its file, and listed."""
-    path = bundle.path / f"{name}.onnx"
-    beside = path.parent / location
-    onnx.save(
-        onnx.load(path), path, save_as_external_data=True, location=location, size_threshold=64
-    )
-
-    def listed(data):
-        weights = {"path": location, "sha256": sha256_of(beside)}
-        data[name].update(sha256=sha256_of(path), weights=weights)
-
-    edit(bundle, listed)
-    return beside
-
-
 def test_weights_beside_a_model_are_part_of_it(bundle):
     before = bundle.user_tower
-    beside = with_weights(bundle)
+    beside = put_weights_beside(bundle.path, "user_tower")
 
     model = Bundle.open(bundle.path).user_tower
 
@@ -168,7 +151,7 @@ def test_weights_beside_a_model_are_part_of_it(bundle):
 
 
 def test_altered_weights_are_refused_before_they_are_loaded(bundle):
-    beside = with_weights(bundle)
+    beside = put_weights_beside(bundle.path, "user_tower")
     beside.write_bytes(b"x" + beside.read_bytes()[1:])
 
     with pytest.raises(BundleError, match=r"user_tower\.weights has SHA-256"):
@@ -176,36 +159,25 @@ def test_altered_weights_are_refused_before_they_are_loaded(bundle):
 
 
 def unlist(bundle):
-    with_weights(bundle)
+    put_weights_beside(bundle.path, "user_tower")
     edit(bundle, lambda data: data["user_tower"].pop("weights"))
 
 
 def of_one_name(bundle):
     (bundle.path / "item").mkdir()
     (bundle.path / "item_tower.onnx").rename(bundle.path / "item/item_tower.onnx")
-    with_weights(bundle, location="weights")
-    path = bundle.path / "item/item_tower.onnx"
-    onnx.save(
-        onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=64
-    )
-
-    def listed(data):
-        weights = {"path": "item/weights", "sha256": sha256_of(path.parent / "weights")}
-        data["item_tower"].update(
-            path="item/item_tower.onnx", sha256=sha256_of(path), weights=weights
-        )
-
-    edit(bundle, listed)
+    put_weights_beside(bundle.path, "user_tower", "weights")
+    put_weights_beside(bundle.path, "item_tower", "weights", path="item/item_tower.onnx")
 
 
 def outside(bundle):
-    with_weights(bundle)
+    put_weights_beside(bundle.path, "user_tower")
     (bundle.path.parent / "weights").touch()
     edit(bundle, lambda data: data["user_tower"]["weights"].update(path="../weights"))
 
 
 def elsewhere(bundle):
-    beside = with_weights(bundle)
+    beside = put_weights_beside(bundle.path, "user_tower")
     (bundle.path / "more").mkdir()
     beside.rename(bundle.path / "more/user_tower.weights")
     edit(
@@ -215,7 +187,7 @@ def elsewhere(bundle):
 
 
 def gone(bundle):
-    with_weights(bundle).unlink()
+    put_weights_beside(bundle.path, "user_tower").unlink()
 
 
 @pytest.mark.parametrize(
@@ -239,7 +211,7 @@ def test_weights_that_would_not_be_found_again_are_refused(bundle, change, words
 
 
 def test_weights_have_a_limit(bundle, monkeypatch):
-    with_weights(bundle)
+    put_weights_beside(bundle.path, "user_tower")
     monkeypatch.setattr(bundles, "WEIGHTS_BYTES_MAX", 999)
 
     with pytest.raises(BundleError, match=r"bytes, 999 at most: use fewer dimensions"):
@@ -248,7 +220,7 @@ def test_weights_have_a_limit(bundle, monkeypatch):
 
 def test_models_may_share_their_weights(bundle):
     """One table of items is enough for the tower that sums its rows and the one that gives a row."""
-    beside = with_weights(bundle, location="table.bin")
+    beside = put_weights_beside(bundle.path, "user_tower", "table.bin")
     shutil.copyfile(bundle.path / "user_tower.onnx", bundle.path / "user_affinity.onnx")
 
     def shared(data):
