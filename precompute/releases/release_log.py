@@ -25,7 +25,7 @@ from cache.store.releases import (
 )
 from precompute.control.control_keys import Control
 from precompute.control.rows import Row
-from precompute.control.states import TRANSITIONS, Ledger, State, fold
+from precompute.control.states import TRANSITIONS, UNFINISHED, Ledger, State, fold
 
 EPOCH_TRIES = 100
 NOTE_TRIES = 10
@@ -39,6 +39,9 @@ CUT_CHARS = len("20260131T000000Z")
 _PROVEN = frozenset(
     {State.LIVE, State.SUPERSEDED, State.ROLLED_BACK, State.REFUSED, State.RETIRED, State.ABANDONED}
 )
+
+# What a row may say before a record does, or without one; anything else in it is of an older Redis.
+_AHEAD = UNFINISHED | {State.REFUSED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,4 +275,6 @@ def standing(generation: str, ledger: Ledger, row: Row | None) -> State | None:
     if row is not None and row.state is State.RETIRED and proven is not State.LIVE:
         return State.RETIRED
     # A refused or rolled-back generation that was loaded again stays what it is until it is verified.
-    return proven if proven in _PROVEN or row is None else row.state
+    if row is None or proven in _PROVEN:
+        return proven
+    return row.state if proven is None or row.state in _AHEAD else proven

@@ -134,7 +134,10 @@ def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
 
 
 def _rows(releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float) -> dict[str, Row]:
-    """Registry rows that releases prove, and one for every unfinished night with files: its loader may be at work."""
+    """Registry rows that releases prove, and one for every unfinished night with files: its loader may be at work.
+
+    A row that says more than they prove stays: somebody may be about to write that refusal down.
+    """
     now, ledger = releases.clock(), view.ledger
     longest_s = overlays_live_s(releases, overlay_ttl_s)
     old = {
@@ -148,7 +151,7 @@ def _rows(releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float) -> dict
         each: Row(state, ledger.superseded_at.get(each, now), "restored")
         for each, state in ledger.states.items()
         if (each not in view.rows and not (state is State.RETIRED and each in old))
-        or (each in view.rows and view.rows[each].state is not state)
+        or (each in view.rows and view.rows[each].state is not view.state(each))
     }
 
 

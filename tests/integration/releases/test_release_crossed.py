@@ -133,6 +133,22 @@ def test_a_refusal_whose_row_redis_lost_while_it_was_written_down_is_marked_agai
     assert world.control.rows()[B].state is State.REFUSED
 
 
+def test_a_restore_does_not_lift_a_refusal_that_is_yet_to_be_written_down(world, monkeypatch):
+    world.publish(A, B)
+    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    world.releases.mark_verified(B, attempt="again")  # the records prove it verified from here on
+
+    def restore_then_publish():
+        restore(world.releases, attempt="restore", chunk_bytes=1000)
+        with pytest.raises(Conflict, match="it is refused"):
+            world.releases.publish(B, attempt="publish")
+
+    meanwhile(monkeypatch, world.releases, "_mark", restore_then_publish)
+    world.releases.refuse(B, reason="bad again", attempt="verify")
+    assert world.live().generation == A
+    assert world.releases.ledger().state(B) is State.REFUSED
+
+
 def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
     world.publish(A, B, C)
 
