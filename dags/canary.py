@@ -7,7 +7,7 @@ the section [canary] both arms are compared: requests answered, mix of sources, 
 to tell, `wait` goes on, up to `wait_max_s`.
 
 When to run it: by hand or from another DAG, on a generation that is verified and not yet published,
-such as one built by the single steps `python -m precompute begin` to `verify`, or one whose night was
+such as one built by the single steps `larder begin` to `verify`, or one whose night was
 stopped before `publish`. `generation` may stay empty for the newest verified one, `percent` for the
 one of the settings.
 
@@ -18,7 +18,7 @@ could be told (Conflict): the canary still runs, to be published or abandoned by
 `conclude` compares once more. `wait` looks once a minute and holds no worker in between; it ends early
 when somebody published, rolled back or abandoned.
 
-To end a canary by hand: `python -m precompute canary abandon --reason ...`. It needs LARDER_CONFIG,
+To end a canary by hand: `larder canary abandon --reason ...`. It needs LARDER_CONFIG,
 LARDER_ARTIFACTS and REDIS_URL where tasks run.
 """
 

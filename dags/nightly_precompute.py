@@ -27,7 +27,7 @@ A failed task is tried five times more, with growing pauses (10 s, doubled, up t
 inputs would fail again; how often, and how long one try may take, is in the section [dag] of
 LARDER_CONFIG. `load` and `verify` go on where the last try was cut off.
 Any task may be cleared and run again: a generation's id comes from its inputs, so tasks find their own work.
-`begin` and `load` remove older generations that were never published; `python -m precompute pin` keeps one.
+`begin` and `load` remove older generations that were never published; `larder pin` keeps one.
 
 To undo a publish: the DAG `roll_back`.
 """

@@ -2,7 +2,7 @@
 
 When to run it: by hand, when a published generation turns out bad. `generation` names the one to
 go back to and may stay empty for the newest superseded one; `reason` is kept in the release record.
-Only a generation that was verified and is still held can be chosen: `python -m precompute status`
+Only a generation that was verified and is still held can be chosen: `larder status`
 lists them. The generation left behind is marked as rolled back and is never a fallback again.
 
 It needs LARDER_CONFIG, LARDER_ARTIFACTS and REDIS_URL where tasks run. A running

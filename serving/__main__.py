@@ -101,7 +101,7 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
         description="Serve predictions; or `top`: show the dashboard of a service. "
         "Settings: the [serving] section of LARDER_CONFIG, then the "
         "environment (REDIS_URL, LARDER_ARTIFACTS, LARDER_NAMESPACE, LARDER_STATE, LARDER_TOKEN, "
-        "LARDER_<SETTING>), then these options. `python -m serving explain --help`: "
+        "LARDER_<SETTING>), then these options. `larder explain --help`: "
         "why an entity is answered as it is; `lookup --help`: its answer; `tokens --help`: tokens with scopes, quotas "
         "and expiry.",
     )
@@ -164,8 +164,15 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> None:
         return
     finally:
         client.close()
-    if is_own and is_empty and newest_release(config.store()) is not None:
-        _restore(config)
+    if is_own and is_empty:
+        if newest_release(config.store()) is not None:
+            _restore(config)
+        else:
+            file = os.environ.get("LARDER_CONFIG") or "defaults, no larder.toml is here"
+            log.warning(
+                "nothing was published in %s yet, and nothing can be answered (settings: %s): run `larder night`",
+                config.artifacts, file,
+            )  # fmt: skip
 
 
 def _policy(server: "redis.Redis") -> str:
@@ -178,7 +185,7 @@ def _policy(server: "redis.Redis") -> str:
 
 def _restore(config: "ServingConfig") -> None:
     """Restores the newest release by another program of ours, since serving never imports precompute."""
-    log.info("Redis is empty: restoring the newest release")
+    log.info("the server just started is empty: filling it with the newest release")
     environment = os.environ | {
         "REDIS_URL": config.redis_url,
         "LARDER_ARTIFACTS": config.artifacts,

@@ -29,6 +29,8 @@ class Sources:
     """Files, folders, wildcards or fsspec URLs of what users did; may be empty where `user_vectors` is set."""
     format: SourceFormat = "auto"
     """Format of those files; `auto` goes by their names."""
+    separator: Annotated[str, Field(min_length=1, max_length=1)] = ","
+    """Sign between the fields of a CSV file, such as a semicolon or a tab."""
     user_column: Filled = "user"
     """Column of user ids."""
     item_column: Filled = "item"

@@ -35,7 +35,7 @@ class ServingConfig(SharedConfig, Bounds):
     """Secret that callers send as `Authorization: Bearer ...`; from the environment alone. It has
     every scope and no quota, and is called `default`."""
     tokens_file: str = ""
-    """File of named tokens with scopes, quotas and expiry, as `python -m serving tokens` writes it; read again within a
+    """File of named tokens with scopes, quotas and expiry, as `larder tokens` writes it; read again within a
     second of a change. Empty: none."""
     tls_certificate: str = ""
     """File of the service's certificate and those between it and its root, PEM; the service then speaks HTTPS alone.

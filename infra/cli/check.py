@@ -103,7 +103,7 @@ def _sources(config: "NightConfig") -> tuple[State, str]:
     found = f"{len(files)} file{'s' * (len(files) > 1)}"
     if not sources.interactions:
         return "ok", f"{found}, none of interactions: users are those of {sources.user_vectors}"
-    return "ok", f"{found}; the first {rows:,} rows can be read"
+    return "ok", f"{found}; {rows:,} interactions in the first rows (a night reads all)"
 
 
 def _bundle(config: "NightConfig") -> tuple[State, str]:

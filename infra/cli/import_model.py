@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 def main(words: Sequence[str], *, prog: str) -> int:
     """Exit code: 0 written; raises SourceError or ConfigError where nothing was."""
     sent = argument_parser(prog).parse_args(words)
-    report = _vectors(sent) if sent.kind == "vectors" else _implicit(sent)
+    from precompute.cli.console import bars_on, err
+
+    with bars_on(err, is_quiet=sent.json) as progress:
+        progress("import", 0, 0)
+        report = _vectors(sent) if sent.kind == "vectors" else _implicit(sent)
     print(json_text(report.to_json()) if sent.json else "\n".join(report.lines()))
     return 0
 

@@ -78,6 +78,10 @@ class ImportReport:
     bundle_bytes: int
     seconds: float
     cannot: tuple[str, ...]
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Number of clicks given that are not in the folder, by the reason in words."""
+    is_again: bool = False
+    """True if an earlier import into the same folder was replaced, its settings kept."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of all of it."""
@@ -88,8 +92,12 @@ class ImportReport:
         tried = ", ".join(f"{name} {each:.4f}" for name, each in self.recalls.items())
         overlap = self.agreement.get("overlap_at_20")
         size = f"{self.items:,} items, {self.users:,} users with vectors, {self.clicks:,} clicks"
+        left = ", ".join(f"{count:,} {why}" for why, count in self.left_out.items() if count)
+        again = f"the import before it is replaced, its {SETTINGS} kept"
         return [
             f"{self.model}: {size}, {self.dims} dimensions, {self.metric}",
+            *([f"clicks left out: {left}"] if left else []),
+            *([f"{self.folder}: {again}"] if self.is_again else []),
             f"a history becomes a vector by {self.fold_in}"
             + (f" (recall@20 of what was held out: {tried})" if tried else ""),
             *(
@@ -148,8 +156,8 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     _write_tables(to, made)
-    limits = made.cannot
-    if (to / SETTINGS).exists():
+    limits, is_again = made.cannot, (to / SETTINGS).exists()
+    if is_again:
         limits += _unnamed((to / SETTINGS).read_text(encoding="utf-8"), made)
     else:
         users = f'user_vectors = "{USERS}"\n' if made.users is not None else ""
@@ -164,6 +172,7 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
         str(to), made.model, len(made.items.ids), 0 if made.users is None else len(made.users.ids),
         0 if made.clicks is None else int(made.clicks.matrix.nnz), made.items.dims, made.metric, made.fold_in,
         dict(made.recalls), compared, size_bytes, round(time.perf_counter() - began, 3), limits,
+        {} if made.clicks is None else dict(made.clicks.left_out), is_again,
     )  # fmt: skip
     write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report

@@ -1,7 +1,7 @@
 """Ids, vectors and clicks as a caller has them (arrays, lists, files), checked, in the forms that a folder needs."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +19,8 @@ from precompute.sources.columns import read_ids
 from precompute.sources.interactions import Numbered
 from precompute.sources.readers import Interactions, read_interactions
 from precompute.sources.vocabulary import Vocabulary, repeats_in
+
+_REPEAT, _UNKNOWN, _NO_CLICK = "repeats", "of unknown users or items", "of weight 0 or less"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,12 +95,14 @@ def ids_of(ids: Any, what: str) -> Any:
 class ClickMatrix:
     """Clicks of users on items, by the rows of both: a CSR matrix [users, items] of weights above 0.
 
-    Those that were read from a table with times are in their order within a row (`is_ordered`).
+    Those that were read from a table with times are in their order within a row (`is_ordered`). `left_out`: number of
+    clicks that are not in it, by the reason in words.
     """
 
     matrix: sp.csr_matrix
     users: Any
     is_ordered: bool = False
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any, users: Any, items: Any) -> Self:
@@ -142,8 +146,9 @@ class ClickMatrix:
             raise SourceError("the clicks have weights that are no finite numbers: leave those out")
         found.sum_duplicates()
         found.data[found.data < 0] = 0  # a dislike, which no history can say
+        left_out = {_NO_CLICK: int(found.nnz - found.count_nonzero())}
         found.eliminate_zeros()
-        return cls(found, texts)
+        return cls(found, texts, left_out=left_out)
 
     @classmethod
     def read(cls, batches: Iterable[Interactions], where: str, users: Any, items: Any) -> Self:
@@ -170,17 +175,13 @@ class ClickMatrix:
             raise SourceError(
                 f"{where}: not one click is of a known user on a known item; are the ids the same?"
             )
-        return cls.in_order(row[kept], column[kept], time[kept], names, len(items))
+        found = cls.in_order(row[kept], column[kept], time[kept], names, len(items))
+        return replace(found, left_out={**found.left_out, _UNKNOWN: int((~kept).sum())})
 
     @classmethod
     def in_order(
-        cls,
-        row: NDArray[np.int64],
-        column: NDArray[np.int64],
-        time: NDArray[Any],
-        users: Any,
-        items: int,
-    ) -> Self:
+        cls, row: NDArray[np.int64], column: NDArray[np.int64], time: NDArray[Any], users: Any, items: int
+    ) -> Self:  # fmt: skip
         """Clicks in the order of their times, of each pair the latest; `users` are Arrow strings."""
         order = np.lexsort((time, row))[::-1]
         pairs = row[order] * items + column[order]
@@ -188,7 +189,7 @@ class ClickMatrix:
         indptr = np.searchsorted(row[latest], np.arange(len(users) + 1))
         ones = np.ones(len(latest), np.float32)
         matrix = sp.csr_matrix((ones, column[latest], indptr), (len(users), items))
-        return cls(matrix, users, bool(time.any()))
+        return cls(matrix, users, bool(time.any()), {_REPEAT: len(row) - len(latest)})
 
     @property
     def usual_weight(self) -> float:
@@ -255,9 +256,8 @@ def _from_file(path: Path, what: str) -> tuple[Any, Any]:
 
 
 def _is_list(kind: Any) -> bool:
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(each(kind) for each in lists)
 
 
 def _numbers(rows: Any, what: str) -> NDArray[np.float32]:

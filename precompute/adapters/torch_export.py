@@ -2,6 +2,7 @@
 
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,13 +214,15 @@ def _why(error: Exception) -> str:
 
 @contextmanager
 def _for_export() -> Iterator[None]:
-    """torch's log held back, and attention by its plain operators: the fused one has no ONNX form."""
+    """torch's log and warnings held back, and attention by plain operators: the fused one has no ONNX form."""
     log, fast = logging.getLogger("torch.onnx"), torch.backends.mha.get_fastpath_enabled()
     level = log.level
     log.setLevel(logging.ERROR)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own parts, about each other
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         log.setLevel(level)

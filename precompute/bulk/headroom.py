@@ -75,7 +75,7 @@ def demand_redis(
             raise Refused(
                 f"loading {generation} needs {more:,} bytes{where} beside {used:,} in use, more than "
                 f"{REDIS_USED_MAX:.0%} of Redis' maxmemory {limit:,}, after what nobody needs was swept: raise it, or "
-                "unpin generations and end a canary (`python -m precompute status` lists them)",
+                "unpin generations and end a canary (`larder status` lists them)",
                 rule=REDIS_HEADROOM,
                 value=used + more,
                 threshold=int(REDIS_USED_MAX * limit),

@@ -101,6 +101,8 @@ def show(found: Found | str, out: Console) -> None:
     if isinstance(found, dict):
         table = Table(show_header=False, box=None)
         for name, value in found.items():
+            if value is None or value == []:
+                continue
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             table.add_row(name, Text(text))
         found = [table]

@@ -68,5 +68,5 @@ def command(
     return {
         "generation": generation,
         "overridden": rule,
-        "next": f"python -m precompute verify {generation}",
+        "next": f"larder verify {generation}",
     }

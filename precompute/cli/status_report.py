@@ -17,7 +17,7 @@ from precompute.control.rows import Replica, Row
 from precompute.control.states import Ledger, State, fold
 from precompute.erasures.erasure import all_erasures
 from precompute.releases.registry import open_releases
-from precompute.releases.release_log import standing
+from precompute.releases.release_log import CUT_CHARS, standing
 
 AWAY, ABSENT, THERE = "away", "absent", "there"
 
@@ -108,25 +108,23 @@ def _problems(told: Mapping[str, Any], seen: NamespaceState) -> list[str]:
     if seen.redis == AWAY:
         found.append(f"Redis cannot be asked: {seen.why}")
     if seen.live is None:
-        found.append("nothing is live: run `python -m precompute night`")
+        found.append("nothing is live: run `larder night`")
     if seen.redis == THERE and ledger.live is not None:
         if pointer is None:
-            found.append("Redis has lost its pointer: run `python -m precompute restore`")
+            found.append("Redis has lost its pointer: run `larder restore`")
         elif pointer.epoch != ledger.live_epoch:
             found.append(
                 f"Redis follows epoch {pointer.epoch}, the release records say {ledger.live_epoch}: run "
-                "`python -m precompute restore`"
+                "`larder restore`"
             )
     if schedule["missing"] and seen.live is not None:
         found.append(f"the generation of {schedule['due']} is missing: what is live is older")
-    newest = next(iter(told["generations"]), None)
-    if (
-        newest is not None
-        and newest["state"] == State.REFUSED
-        and newest["generation"] != seen.live
-    ):
-        rules = ", ".join(each["rule"] for each in newest["gates"]["failed"]) or newest["reason"]
-        found.append(f"the newest generation, {newest['generation']}, was refused: {rules}")
+    live_cut = (seen.live or "")[:CUT_CHARS]
+    for each in told["generations"]:
+        if each["state"] == State.REFUSED and each["generation"][:CUT_CHARS] >= live_cut:
+            failed = (each["gates"] or {}).get("failed", ())
+            rules = ", ".join(gate["rule"] for gate in failed) or each["reason"]
+            found.append(f"{each['generation']} was refused: {rules}")
     for replica in seen.replicas:
         for generation, why in replica.failed.items():
             found.append(f"replica {replica.name} cannot load {generation}: {why}")

@@ -109,7 +109,7 @@ class Control:
         except CorruptArtefact as error:
             raise CorruptArtefact(
                 f"the key {self.keys.live} holds no pointer of Larder ({error.message}): run "
-                '`python -m precompute restore --adopt --reason "..."`, which replaces it',
+                '`larder restore --adopt --reason "..."`, which replaces it',
                 key=self.keys.live,
             ) from error
 
@@ -177,7 +177,7 @@ class Control:
                 raise CorruptArtefact(
                     f"the registry row of {generation} in namespace {self.keys.namespace} cannot be read "
                     f"({type(error).__name__}: {error}): remove it with `redis-cli HDEL {self.keys.generations} "
-                    f"{generation}`, then run `python -m precompute restore`",
+                    f"{generation}`, then run `larder restore`",
                     key=self.keys.generations,
                     generation=generation,
                 ) from error

@@ -79,7 +79,7 @@ WORDS: Final = {"canary": "start a canary of"}
 
 def remedy_of(action: str, generation: str, state: State | None) -> str:
     """Remedy for an action that this state does not allow; empty where nothing can be done."""
-    run = "python -m precompute"
+    run = "larder"
     go_back = f"; go back to it with `{run} roll-back --to {generation}`"
     verify = f"; run `{run} verify {generation}` first"
     match action, state:

@@ -36,14 +36,14 @@ def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress 
         raw: Any = client.get(keys.live)
         if raw is None:
             raise Conflict(
-                f"{keys.live} holds no pointer, so there is nothing to adopt: run `python -m precompute restore`"
+                f"{keys.live} holds no pointer, so there is nothing to adopt: run `larder restore`"
             )
         stray = _pointer(raw)
         ledger = releases.ledger() if stray is not None else fold(releases.history())
         if stray is not None and stray.epoch <= ledger.live_epoch:
             raise Conflict(
                 f"the releases in {releases.store.url} explain the pointer in {keys.live}: run "
-                "`python -m precompute restore` without --adopt"
+                "`larder restore` without --adopt"
             )
         if ledger.live is not None:
             releases.check_manifest(ledger.live, releases.history())

@@ -40,6 +40,6 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
             found["unmended"] = str(error)
             found["next"] = (
                 f"readers follow {pointer.generation}, but its pages could not all be read back and repaired: once "
-                "that is possible, run `python -m precompute restore`"
+                "that is possible, run `larder restore`"
             )
     return found

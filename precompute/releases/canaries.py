@@ -126,5 +126,5 @@ class Canaries(Moves):
 
 def _followed(view: ReleaseView) -> Pointer:
     if view.pointer is None:
-        raise Conflict("Redis has lost its pointer: run `python -m precompute restore` first")
+        raise Conflict("Redis has lost its pointer: run `larder restore` first")
     return view.pointer

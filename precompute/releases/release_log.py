@@ -65,10 +65,10 @@ class ReleaseView:
     def demand_agreement(self) -> None:
         """Raises Conflict unless Redis follows exactly what the releases say is live."""
         if self.pointer is None and self.ledger.live is not None:
-            raise Conflict("Redis has lost its pointer: run `python -m precompute restore` first")
+            raise Conflict("Redis has lost its pointer: run `larder restore` first")
         if self.epoch < self.ledger.live_epoch:
             raise Conflict(
-                "Redis holds an older pointer than the releases: run `python -m precompute restore` first"
+                "Redis holds an older pointer than the releases: run `larder restore` first"
             )
         if self.epoch > self.ledger.live_epoch:
             raise Conflict(
@@ -135,7 +135,7 @@ class ReleaseLog:
             if view.epoch > view.ledger.live_epoch:
                 way = (
                     ". If it is, and what it says is right, run "
-                    '`python -m precompute restore --adopt --reason "..."`'
+                    '`larder restore --adopt --reason "..."`'
                 )
             raise Conflict(
                 f"{error.message} (key {self.control.keys.live}, artefact store {self.store.url}){way}",

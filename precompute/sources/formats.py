@@ -28,7 +28,7 @@ def format_of(path: SourceFile, sources: Sources) -> str:
     match suffixes[-1] if suffixes else "":
         case ".parquet" | ".pq":
             return "parquet"
-        case ".csv":
+        case ".csv" | ".tsv":
             return "csv"
         case ".txt":
             return "lines"
@@ -76,9 +76,16 @@ def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Itera
         return "skip"
 
     names = [sources.user_column, sources.item_column]
-    skipping = pa.csv.ParseOptions(invalid_row_handler=lambda _: "skip")
+    skipping = pa.csv.ParseOptions(
+        delimiter=sources.separator, invalid_row_handler=lambda _: "skip"
+    )
     with readable(path) as raw, pa.csv.open_csv(raw, parse_options=skipping) as reader:
         known = reader.schema.names
+    if len(known) == 1 and sources.user_column not in known:
+        raise SourceError(
+            f"{path} has one column, {known[0]!r}: if a row's fields stand between another sign than "
+            f"{sources.separator!r}, name it in [sources] separator"
+        )
     demand_columns(known, [*names, *named_columns(sources)], path)
     names += [each for each in (sources.timestamp_column, sources.weight_column) if each in known]
     # Left alone, the reader infers types: "007" would become 7, and one odd time would end the file.
@@ -92,7 +99,9 @@ def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Itera
         pa.csv.open_csv(
             raw,
             read_options=pa.csv.ReadOptions(use_threads=False),  # else rows have no numbers
-            parse_options=pa.csv.ParseOptions(invalid_row_handler=left_out),
+            parse_options=pa.csv.ParseOptions(
+                delimiter=sources.separator, invalid_row_handler=left_out
+            ),
             convert_options=options,
         ) as reader,
     ):

@@ -116,7 +116,7 @@ def _demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool)
     if live is not None and f"{cut:{CUT_FORMAT}}" < live[:CUT_CHARS]:
         raise ConfigError(
             f"data_until {cut.isoformat()} is older than {live}, which is live, so it could not be published: give a "
-            "newer one, or go back with `python -m precompute roll-back`",
+            "newer one, or go back with `larder roll-back`",
             field="data_until",
             live=live,
         )

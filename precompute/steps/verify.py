@@ -131,7 +131,7 @@ def _published(made: Build, releases: Releases, state: State) -> Step:
     if bad:
         raise CorruptArtefact(
             f"{made.generation} is live, and {len(bad)} of its pages in Redis are not as stored ({bad[0]} is one): "
-            "run `python -m precompute restore`, which repairs them",
+            "run `larder restore`, which repairs them",
             pages=bad,
         )
     return {**found, "not_run": "it is live: gates were not run, every page was read back"}
@@ -144,8 +144,8 @@ def reason(generation: str, verdict: Verdict) -> str:
     if verdict.rule in INTEGRITY:
         return f"{found.strip()}: this rule protects integrity and cannot be overridden"
     return (
-        f"{found.strip()}: if it is right all the same, run `python -m precompute override {generation} "
-        f'--rule {verdict.rule} --reason "..."`, then verify again'
+        f"{found.strip()}: if it is right all the same, run `larder override {generation} "
+        f'--rule {verdict.rule} --reason "..."`, then `larder verify {generation}`'
     )
 
 

@@ -54,7 +54,7 @@ class TokenEntry:
     def __post_init__(self) -> None:
         if not _DIGEST.fullmatch(self.sha256):
             raise ConfigError(  # not the value itself: it may be a token
-                "sha256 must be 64 hex digits in lower case, as `python -m serving tokens add` writes them",
+                "sha256 must be 64 hex digits in lower case, as `larder tokens add` writes them",
                 field="sha256",
             )
         for each in self.scopes:
@@ -106,7 +106,7 @@ def read_tokens(path: Path) -> Tokens:
             raw = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(
-            f"cannot read tokens file {path}: {error.strerror}; `python -m serving tokens add NAME` makes it",
+            f"cannot read tokens file {path}: {error.strerror}; `larder tokens add NAME` makes it",
             field="tokens_file",
         ) from error
     if len(raw) > FILE_BYTES_MAX:

@@ -60,7 +60,7 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Named tokens of the service: what each may do, how much of it, until when. The file holds their "
-        "hashes; a running service reads it again within a second. Changes are in `python -m precompute audit`.",
+        "hashes; a running service reads it again within a second. Changes are in `larder audit`.",
     )
     parser.add_argument("--file", help="default: tokens_file of the settings")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

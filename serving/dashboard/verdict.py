@@ -68,9 +68,9 @@ def _ready(body: Body) -> Iterator[Finding]:
         why = next((each["failed"] for each in out if each["failed"]), "see /readyz")
         served = all(each["generation"] is None for each in out)
         advice = (
-            "Publish a generation: python -m precompute night."
+            "Publish a generation: larder night."
             if served
-            else f"Look at the log of {out[0]['replica']}; python -m precompute roll-back returns to the last good one."
+            else f"Look at the log of {out[0]['replica']}; larder roll-back returns to the last good one."
         )
         of = f"{len(out)} of {_count(len(body['replicas']), 'replica')}"
         yield Finding("bad", f"{of} cannot be asked: {why}.", advice)
@@ -82,7 +82,7 @@ def _redis(body: Body) -> Iterator[Finding]:
             "bad",
             f"Redis cannot be asked ({body['trouble']}): answers come from L1, the live model and defaults, "
             "and these figures are of one worker alone.",
-            "Start Redis again or repair the network; if it came back empty, run python -m precompute restore.",
+            "Start Redis again or repair the network; if it came back empty, run larder restore.",
         )
     elif opened := body["breakers"].get("open", 0) + body["breakers"].get("half_open", 0):
         yield Finding(
@@ -99,7 +99,7 @@ def _stale(body: Body) -> Iterator[Finding]:
         yield Finding(
             "warn",
             f"Answers may lag behind what was published: {', '.join(reasons)}.",
-            "python -m precompute status shows the pointer; python -m precompute restore rebuilds it from the records.",
+            "larder status shows the pointer; larder restore rebuilds it from the records.",
         )
 
 
@@ -114,7 +114,7 @@ def _missing(body: Body) -> Iterator[Finding]:
         yield Finding(
             "bad",
             f"The last night brought no generation{age}.",
-            "Look at the last run of the DAG, or run python -m precompute night.",
+            "Look at the last run of the DAG, or run larder night.",
         )
 
 
@@ -125,7 +125,7 @@ def _refused(body: Body) -> Iterator[Finding]:
         yield Finding(
             "warn",
             f"Generation {newest['generation']} was refused by {', '.join(failed) or 'a gate'}, the one before stays.",
-            "Read the gate's reason below; if it is right all the same: python -m precompute override, then verify.",
+            "Read the gate's reason below; if it is right all the same: larder override, then verify.",
         )
 
 
@@ -172,7 +172,7 @@ def _degraded(body: Body) -> Iterator[Finding]:
         yield Finding(
             "warn",
             f"The live model does not work ({why[0]}): ids the night does not know get defaults.",
-            "Roll back (python -m precompute roll-back), then look at the bundle.",
+            "Roll back (larder roll-back), then look at the bundle.",
         )
 
 
@@ -185,7 +185,7 @@ def _memory(body: Body) -> Iterator[Finding]:
         yield Finding(
             "bad" if share >= MEMORY_BAD else "warn",
             f"Redis is {share:.0%} full: the next night may not fit.",
-            "Raise maxmemory, or retire generations: python -m precompute retire.",
+            "Raise maxmemory, or retire generations: larder retire.",
         )
 
 

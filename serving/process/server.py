@@ -127,6 +127,9 @@ class Server(uvicorn.Server):
             self.force_exit = self._is_told
             if self.force_exit:
                 self.config.timeout_graceful_shutdown = 0
+                log.warning("told twice to stop: requests under way are cut off")
+                # What uvicorn says of its own parts from here on is a traceback of each.
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             return
         self._is_told = True
         # A signal handler runs between any two instructions, and the loop may be asleep.

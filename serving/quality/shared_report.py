@@ -174,7 +174,7 @@ def _sentence(whole: Cell, drift: Sequence[str]) -> str:
     if drift:
         return (
             f"Answers of {', '.join(drift)} are not what the model says: roll back, or restore the pages "
-            "(`python -m precompute restore`) and start the service anew."
+            "(`larder restore`) and start the service anew."
         )
     if not whole.samples:
         return "No served answer has been computed once more yet."

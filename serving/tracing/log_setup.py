@@ -31,6 +31,9 @@ def configure_for(settings: "ServingConfig", level: str, *, worker: int | None =
     handler.setFormatter((Json if settings.log == "json" else Text)(redact, worker))
     handler.addFilter(Limit(settings.log_lines_per_s))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("faiss").setLevel(
+        logging.WARNING
+    )  # each build that it does not find, as if that were news
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:

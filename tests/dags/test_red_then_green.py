@@ -41,7 +41,7 @@ def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_o
             assert tasks["publish"].state == "upstream_failed"
             said = place.airflow.task_log(red, "verify")
             assert "coverage_of_live" in said and "the threshold 0.8" in said, said
-            assert f"python -m precompute override {refused(said)}" in said, said
+            assert f"larder override {refused(said)}" in said, said
 
             # and: callers had the old generation all the time
             watch.beat()

@@ -19,7 +19,7 @@ def without_redis() -> Dashboard:
         "verdict": {
             "level": "bad",
             "sentence": "Redis cannot be reached: answers come from memory, live inference and defaults.",
-            "advice": "Start Redis, then run: python -m precompute restore",
+            "advice": "Start Redis, then run: larder restore",
             "also": [
                 "Previous and default answer 31 % more than an hour ago.",
                 "The breaker is open.",
@@ -38,7 +38,7 @@ def before_first_night() -> Dashboard:
     series: Any = data["series"]
     nothing: Any = {
         "verdict": {"level": "warn", "sentence": "No generation has been published yet.",
-                    "advice": "Run the first night: python -m precompute night"},
+                    "advice": "Run the first night: larder night"},
         "series": {**series, "requests": [0] * 4, "answers": {"l1": [0] * 4},
                    "seconds": {}, "stages": {}, "misses": {}},
         "totals": {"requests": 0, "answers": {}, "misses": {}, "entities": 0},

@@ -95,4 +95,5 @@ def _lines(guesses: Guesses, bundle: str | None) -> Iterator[str]:
     yield from (f"  note: {each}" for each in guesses.notes)
     yield from (f"  to do: {each}" for each in guesses.missing)
     train = "" if bundle is not None else "larder train, "
-    yield f"Next: larder check, then {train}larder night and larder serve."
+    first = "" if guesses.is_complete else "write what is to do into larder.toml; "
+    yield f"Next: {first}larder check, then {train}larder night and larder serve."

@@ -44,14 +44,22 @@ def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
     known = {each.title: roles_of(each.columns) for each in tables}
     both = [each for each in tables if {"user", "item"} <= known[each.title].columns.keys()]
     # A column that was only left over counts where no other table has both by name.
-    both = [each for each in both if not known[each.title].guessed] or both[:1]
+    both = [each for each in both if not {"user", "item"} & {*known[each.title].guessed}] or both[
+        :1
+    ]
     if both:
         _interactions(found, both, known)
     elif tables:
         _half(found, tables[0], known[tables[0].title])
     else:
+        seen = (
+            "none of the files found can be read (see the notes)"
+            if remarks
+            else "no Parquet or CSV file was found"
+        )
         found.missing.append(
-            '[sources] interactions: no Parquet or CSV file was found; write e.g. ["clicks/*.parquet"]'
+            f'[sources] interactions: {seen}; write e.g. ["clicks/*.parquet"], or mend that and run '
+            "`larder init --force`"
         )
     for table in tables:
         if table not in both and table is not found.interactions:
@@ -69,15 +77,22 @@ def _interactions(found: Guesses, both: list[FoundTable], known: dict[str, Roles
     }
     found.notes += roles.remarks
     for role in roles.guessed:
+        why = "it alone holds times" if role == "timestamp" else "no other is left"
         found.notes.append(
-            f"column {roles.columns[role]!r} is taken for the {role} because no other is left; if it is not, change "
-            f"{role}_column"
+            f"column {roles.columns[role]!r} is taken for the {role} because {why}; if it is not, change {role}_column"
         )
     if (name := found.columns["timestamp"]) is not None and (
         remark := _no_times(table.sample[name])
     ):
         found.columns["timestamp"] = None
         found.notes.append(f"column {name!r} {remark}")
+    elif name is None:
+        left = [each for each in table.columns if each not in found.columns.values()]
+        if left:
+            found.notes.append(
+                f"no column of times was recognised among {', '.join(left)}: if one holds them, write it into "
+                "timestamp_column; without times the order of rows counts"
+            )
     if (name := found.columns["weight"]) is not None:
         found.notes += _about_weight(table, name)
     for other in others:
@@ -166,7 +181,7 @@ def _no_times(column: Any) -> str | None:
 
 def _about_weight(table: FoundTable, name: str) -> list[str]:
     values = table.sample[name]
-    told = f"rows with {name!r} above 0 are interactions, all alike"
+    told = f"rows with {name!r} above 0 are interactions, all alike: 5 is no more than 1"
     if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)) or not len(
         values
     ):

@@ -19,9 +19,12 @@ FILES_MAX = 20_000
 SAMPLE_ROWS = 1 << 16
 """Rows at a table's beginning that are looked at."""
 _CSV_BYTES = 4 << 20
-_ENDINGS = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".csv.gz": "csv"}
+_ENDINGS = {
+    ".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".csv.gz": "csv", ".tsv": "csv", ".tsv.gz": "csv",
+}  # fmt: skip
 _LEFT_OUT = {"artifacts", "bundle", "node_modules", "__pycache__", "venv"}
-_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", "::": "double colons"}
+_SEPARATORS = (",", ";", "\t", "|")
+"""Signs between fields, of which the one that makes the most columns is taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +39,7 @@ class FoundTable:
     rows: int | None
     """Number of rows; None where only reading all would tell."""
     size_bytes: int
+    separator: str = ","
 
     @property
     def title(self) -> str:
@@ -45,20 +49,20 @@ class FoundTable:
 
 def look(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
     """Tables below a folder, the largest first, their patterns relative to `base`; and remarks on what is none."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Path]] = defaultdict(list)
+    groups: dict[tuple[str, str, tuple[str, ...]], list[Path]] = defaultdict(list)
     remarks: list[str] = []
     paths = list(_files(folder))
     for path in paths:
         try:
-            names = _names(path)
+            separator, names = _names(path)
         except (OSError, pa.ArrowException) as error:
             remarks.append(f"{_relative(path, base)} cannot be read: {str(error).splitlines()[0]}")
             continue
         if remark := _no_table(path, names):
             remarks.append(f"{_relative(path, base)} {remark}")
         else:
-            groups[_ending(path), tuple(names)].append(path)
-    seen = [_seen(files, paths, base) for files in groups.values()]
+            groups[_ending(path), separator, tuple(names)].append(path)
+    seen = [_seen(files, separator, paths, base) for (_, separator, _), files in groups.items()]
     lines = [each for each in _walk(folder) if each.name.endswith((".txt", ".txt.gz"))]
     if lines and not seen:
         remarks.append(
@@ -112,15 +116,19 @@ def _ending(path: Path) -> str:
     return next((each for each in _ENDINGS if path.name.endswith(each)), "")
 
 
-def _names(path: Path) -> list[str]:
+def _names(path: Path) -> tuple[str, list[str]]:
+    """Sign between fields, and names of the columns."""
     if _ENDINGS[_ending(path)] == "parquet":
-        return list(pa.parquet.read_schema(path).names)
-    with _csv(path) as reader:
-        return list(reader.schema.names)
+        return ",", list(pa.parquet.read_schema(path).names)
+    found = {}
+    for separator in _SEPARATORS:
+        with _csv(path, separator) as reader:
+            found[separator] = list(reader.schema.names)
+    return max(found.items(), key=lambda each: len(each[1]))
 
 
-def _csv(path: Path) -> Any:
-    skipping = pa.csv.ParseOptions(invalid_row_handler=lambda _: "skip")
+def _csv(path: Path, separator: str) -> Any:
+    skipping = pa.csv.ParseOptions(delimiter=separator, invalid_row_handler=lambda _: "skip")
     reading = pa.csv.ReadOptions(block_size=_CSV_BYTES, use_threads=False)
     return pa.csv.open_csv(path, read_options=reading, parse_options=skipping)
 
@@ -129,15 +137,14 @@ def _no_table(path: Path, names: list[str]) -> str | None:
     """Reason why a file cannot be read as it is; None if it can."""
     if _ENDINGS[_ending(path)] == "parquet":
         return None
-    for sign, name in _SEPARATORS.items():
-        if len(names) == 1 and sign in names[0]:
-            return f"has fields between {name}: write it with commas"
+    if any("::" in each for each in names):
+        return "has fields between double colons: write it with commas"
     if any(each.replace(".", "", 1).isdigit() for each in names):
         return "has no line of column names: put one above, e.g. user,item,timestamp"
     return None
 
 
-def _seen(files: list[Path], all_files: list[Path], base: Path) -> FoundTable:
+def _seen(files: list[Path], separator: str, all_files: list[Path], base: Path) -> FoundTable:
     first = files[0]
     kind = _ENDINGS[_ending(first)]
     rows: int | None = None
@@ -149,13 +156,12 @@ def _seen(files: list[Path], all_files: list[Path], base: Path) -> FoundTable:
                 [next(file.iter_batches(SAMPLE_ROWS))] if sizes[0] else [], file.schema_arrow
             )
     else:
-        with _csv(first) as reader:
+        with _csv(first, separator) as reader:
             sample = pa.Table.from_batches([reader.read_next_batch()])
     columns = {each.name: _kind(each.type) for each in sample.schema}
     size = sum(each.stat().st_size for each in files)
-    return FoundTable(
-        _pattern(files, all_files, base), tuple(files), kind, columns, sample, rows, size
-    )
+    pattern = _pattern(files, all_files, base)
+    return FoundTable(pattern, tuple(files), kind, columns, sample, rows, size, separator)
 
 
 def _pattern(files: list[Path], all_files: list[Path], base: Path) -> tuple[str, ...]:

@@ -97,6 +97,12 @@ def roles_of(columns: Mapping[str, Kind]) -> Roles:
         ]
         if role not in found and other in found and len(left) == 1 and len(columns) > 1:
             found[role], guessed = left[0], [*guessed, role]
+    times = [
+        each for each, kind in columns.items() if kind == "time" and each not in found.values()
+    ]
+    if "timestamp" not in found and len(times) == 1:
+        found["timestamp"] = times[0]
+        guessed.append("timestamp")
     return Roles(found, tuple(guessed), tuple(remarks))
 
 

@@ -8,12 +8,16 @@ from infra.cli.init.guesses import Guesses
 from infra.cli.init.roles import Role
 
 _OPTIONAL: tuple[Role, ...] = ("timestamp", "weight")
+_WITHOUT = {
+    "timestamp": "none: the order of rows counts",
+    "weight": "none: each row is an interaction",
+}
 _COLUMN = 44
 
 _HEAD = """\
 # Settings of Larder, written by `larder init`. Paths are relative to this file. All settings, with their
-# defaults and bounds: docs/reference/configuration.md. The environment goes over this file (LARDER_NAMESPACE ...);
-# secrets, such as a Redis URL with a password (REDIS_URL), stand in the environment alone.
+# defaults and bounds: `python -m cache.config.reference`, or docs/reference/configuration.md. The environment goes
+# over this file (LARDER_NAMESPACE ...); secrets, such as a Redis URL with a password (REDIS_URL), stand there alone.
 """
 _MIDDLE = """
 # namespace = "default"                     # keeps several installations apart in one Redis and one store
@@ -61,6 +65,8 @@ def _sources(guesses: Guesses) -> Iterator[str]:
     )
     yield f"# {len(table.files)} file{'s' * (len(table.files) > 1)}, {rows}; columns: {', '.join(table.columns)}"
     yield f"interactions = {json.dumps(list(table.pattern), ensure_ascii=False)}"
+    if table.separator != ",":
+        yield _line("separator", table.separator, "between the fields of a row")
     for role in ("user", "item"):
         name = guesses.columns.get(role)
         yield (
@@ -71,9 +77,7 @@ def _sources(guesses: Guesses) -> Iterator[str]:
     for role in _OPTIONAL:
         name = guesses.columns.get(role)
         about = {"timestamp": "when it happened", "weight": "0 or less: no interaction"}[role]
-        yield _line(
-            f"{role}_column", name or "", about if name else f"no column of a {role} is used"
-        )
+        yield _line(f"{role}_column", name or "", about if name else _WITHOUT[role])
     for entity, features in guesses.features.items():
         about = "; items that are not in it are in no list" if entity == "item" else ""
         rows = "" if features.rows is None else f"{features.rows:,} rows, "

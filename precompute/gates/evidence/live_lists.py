@@ -51,7 +51,7 @@ def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) 
     if any(len(each) != size for each in raw):
         raise NotJudged(
             f"Redis lacks records of {table.name} of the live generation, so nothing can be compared with it: run "
-            "`python -m precompute restore`, then verify again"
+            "`larder restore`, then verify again"
         )
     return LiveLists(
         np.frombuffer(b"".join(raw), table.layout.dtype), candidate.evidence.live_ordinals

@@ -151,7 +151,8 @@ def stale_lists(candidate: Candidate) -> Measured:
             threshold, "too few users have interactions since the live generation's cut"
         )
     worst = max(shares, key=lambda name: shares[name])
-    return at_most(shares[worst], threshold, worst, candidate.baseline)
+    note = f"{worst}: of users with new interactions; were these read, and does the model use them?"
+    return at_most(shares[worst], threshold, note, candidate.baseline)
 
 
 def psi(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> float:

@@ -1,4 +1,4 @@
-"""The dashboard in a terminal (`python -m serving top`).
+"""The dashboard in a terminal (`larder top`).
 
 Imports serving.dashboard. Start at `command`.
 """

@@ -80,7 +80,7 @@ async def test_every_documented_route_under_v1_has_a_method(
         f"/v1/lookup/user_topk/{user}": "/v1/lookup/{table}/{entity}",
         "/v1/lookup/user_topk": "/v1/lookup/{table}",
     }
-    # Why an answer is as it is, people ask: `python -m serving explain`.
+    # Why an answer is as it is, people ask: `larder explain`.
     assert {called.get(each, each) for each in paths} == {
         each for each in documented if each.startswith("/v1/") and "/explain/" not in each
     }

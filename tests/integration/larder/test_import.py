@@ -131,3 +131,17 @@ def test_an_import_that_died_on_its_way_can_be_run_again(
 
     report = from_vectors(None, np.eye(4, dtype=np.float32), to=tmp_path / "shop")
     assert json.loads((tmp_path / "shop" / "import.json").read_text())["items"] == report.items == 4
+
+
+def test_the_report_counts_what_it_left_out_and_says_what_it_replaced(tmp_path: Path) -> None:
+    np.save(tmp_path / "items.npy", np.eye(4, dtype=np.float32))
+    (tmp_path / "clicks.csv").write_text(
+        "user,item\na,0\na,0\nb,1\nb,elsewhere\n" + "".join(f"u{n},{n % 4}\n" for n in range(30))
+    )
+    words = ("import", "vectors", "--items", "items.npy", "--clicks", "clicks.csv", "--to", "shop")
+
+    first, again = (larder(tmp_path, *words) for _ in range(2))
+
+    for said in (first, again):
+        assert "clicks left out: 1 repeats, 1 of unknown users or items\n" in said
+    assert "is replaced, its larder.toml kept" in again and "is replaced" not in first

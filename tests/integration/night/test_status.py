@@ -1,4 +1,4 @@
-"""`python -m precompute status`: what it shows, what it calls a problem, and what it still knows without Redis."""
+"""`larder status`: what it shows, what it calls a problem, and what it still knows without Redis."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +132,7 @@ def test_without_redis_it_tells_what_the_store_knows_and_says_so(
 def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None:
     told = told_of(config)
 
-    assert told["problems"] == ["nothing is live: run `python -m precompute night`"]
+    assert told["problems"] == ["nothing is live: run `larder night`"]
     assert told["generations"] == [] and told["schedule"]["missing"]
 
 

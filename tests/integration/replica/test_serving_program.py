@@ -190,6 +190,20 @@ def test_without_any_redis_it_starts_one_and_fills_it(night: NightConfig, tmp_pa
     assert until(lambda: not alive(redis_pid))
 
 
+def test_told_twice_to_stop_it_ends_at_once_and_without_a_traceback(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    assert night.redis_url is not None
+    log = tmp_path / "log.txt"
+    with started(environment(night, tmp_path, REDIS_URL=night.redis_url), log) as (process, _):
+        for each in (signal.SIGINT, signal.SIGTERM):  # two of one kind may arrive as one
+            process.send_signal(each)
+        assert process.wait(15) == 0
+
+    said = log.read_text()
+    assert "Traceback" not in said and "told twice to stop" in said
+
+
 def test_a_killed_service_takes_its_redis_along(night: NightConfig, tmp_path: Path) -> None:
     own = tmp_path / "artifacts"
     shutil.copytree(night.path(night.artifacts), own)

@@ -169,7 +169,7 @@ def test_columns_that_a_night_could_not_read_are_said(
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        ("user;item\na;b\n", "has fields between semicolons"),
+        ("user::item\na::b\n", "has fields between double colons"),
         ("1,31,2.5\n1,32,3\n", "has no line of column names"),
         ("", "cannot be read"),
     ],
@@ -182,7 +182,46 @@ def test_a_file_that_is_no_table_is_said_and_something_is_left_to_do(
     told = init(capsys, code=3)
 
     assert any(f"log.csv {note}" in each for each in told["notes"])
-    assert told["missing"] and "# TO DO:" in (here / "larder.toml").read_text()
+    assert "none of the files found can be read" in told["missing"][0]
+    assert "# TO DO:" in (here / "larder.toml").read_text()
+
+
+@pytest.mark.parametrize(("name", "sign"), [("log.csv", ";"), ("log.tsv", "\t"), ("log.csv", "|")])
+def test_a_file_with_another_sign_between_its_fields_is_read_by_it(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, sign: str
+) -> None:
+    rows = zip(USERS, ITEMS, TIMES, strict=True)
+    lines = [sign.join(("uid", "sku", "ts")), *(sign.join(map(str, each)) for each in rows)]
+    (here / name).write_text("\n".join(lines) + "\n")
+
+    init(capsys)
+
+    config = night_config(str(here / "larder.toml"), {})
+    assert config.sources.separator == sign
+    (batch,) = read_interactions(config.sources, here)
+    assert len(batch.times) == 60 and batch.times[0] == TIMES[0] * 1_000_000
+
+
+def test_the_one_column_that_holds_times_is_taken_for_them_whatever_its_name(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bought = pa.array(TIMES, pa.timestamp("s"))
+    write_parquet(here / "log.parquet", {"uid": USERS, "sku": ITEMS, "bought": bought})
+
+    told = init(capsys)
+
+    assert told["columns"]["timestamp"] == "bought"
+    assert any("'bought' is taken for the timestamp" in each for each in told["notes"])
+
+
+def test_that_no_column_of_times_was_recognised_is_said_with_those_there_are(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet(here / "log.parquet", {"uid": USERS, "sku": ITEMS, "shop": ITEMS})
+
+    told = init(capsys)
+
+    assert any("no column of times was recognised among shop" in each for each in told["notes"])
 
 
 def test_what_could_not_be_guessed_is_said_with_what_to_write(

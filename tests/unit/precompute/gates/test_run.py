@@ -256,7 +256,7 @@ def test_a_refusal_names_rule_value_threshold_and_the_command() -> None:
     said = reason(GENERATION, Verdict("list_jaccard", False, 0.1, 0.4, "user_topk", "live-one"))
 
     assert "list_jaccard is 0.1, the threshold 0.4 (compared with live-one) user_topk" in said
-    assert f'python -m precompute override {GENERATION} --rule list_jaccard --reason "..."' in said
+    assert f'larder override {GENERATION} --rule list_jaccard --reason "..."' in said
     assert "cannot be overridden" in reason(GENERATION, Verdict("finite", False, 2, 0))
 
 
