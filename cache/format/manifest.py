@@ -23,6 +23,8 @@ WITH_WEIGHTS: Final = 2
 EntityKind = Literal["user", "item"]
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
 """Generation id: `data_until` in UTC, then a digest of configuration, bundle and inputs."""
+CUT_CHARS = len("20260131T000000Z")
+"""Characters of `data_until` in a generation id, so older data sorts first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Self
 import orjson
 
 from cache.errors import BundleError, StoreError, UnknownGeneration
-from cache.format.manifest import Artefact, Model
+from cache.format.manifest import CUT_CHARS, Artefact, Model
 from cache.formats import FIELD, FORMATS, STAGES, demand, stamp
 from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
 from precompute.bundles.bundle import Bundle, BundleModel
@@ -43,7 +43,9 @@ def generation_id(
 
 def cut_of(generation: str) -> int:
     """`data_until` of a generation id, Unix seconds."""
-    return int(datetime.strptime(generation[:16], CUT_FORMAT).replace(tzinfo=UTC).timestamp())
+    return int(
+        datetime.strptime(generation[:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC).timestamp()
+    )
 
 
 def shard_report(shard: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cache.control.schedule import Schedule
 from cache.errors import LarderError, TierUnavailable
-from cache.format.manifest import Manifest
+from cache.format.manifest import CUT_CHARS, Manifest
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
@@ -17,7 +17,7 @@ from precompute.control.rows import Replica, Row
 from precompute.control.states import Ledger, State, fold
 from precompute.erasures.erasure import all_erasures
 from precompute.releases.registry import open_releases
-from precompute.releases.release_log import CUT_CHARS, standing
+from precompute.releases.release_log import standing
 
 AWAY, ABSENT, THERE = "away", "absent", "there"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cache.errors import Conflict, UnknownGeneration
+from cache.format.manifest import CUT_CHARS
 from cache.formats import FORMATS, MANIFEST, RELEASE
 from cache.store.artefacts import read_manifest
 from cache.store.releases import MOVES, Action, Pointer
@@ -14,7 +15,7 @@ from precompute.control.reader_formats import demand_readers
 from precompute.control.rows import Row
 from precompute.control.states import ALLOWED, State, demand, fold
 from precompute.releases.judgements import Judgements
-from precompute.releases.release_log import CUT_CHARS, ReleaseView, standing
+from precompute.releases.release_log import ReleaseView, standing
 
 Report = Mapping[str, Any]
 """Report of verify: `baseline`, the generation that was live then (null: none), beside what others look at."""

@@ -32,9 +32,6 @@ NOTE_TRIES = 10
 LOOK_TRIES = 5
 """Attempts to read something that changed underneath."""
 
-CUT_CHARS = len("20260131T000000Z")
-"""A generation id begins with its cut, so older data sorts first."""
-
 # What the release records say about these outranks the registry, which may be lost or old.
 _PROVEN = frozenset(
     {State.LIVE, State.SUPERSEDED, State.ROLLED_BACK, State.REFUSED, State.RETIRED, State.ABANDONED}

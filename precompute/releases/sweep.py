@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
 from cache.errors import Conflict, UnknownGeneration
-from cache.format.manifest import GENERATION, Manifest
+from cache.format.manifest import CUT_CHARS, GENERATION, Manifest
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import POINTED, Release
 from precompute.bulk.governor import Governor
@@ -13,7 +13,7 @@ from precompute.bulk.load import RETIRE_BATCH, unlink_pages
 from precompute.config.generations_at_peak import retained
 from precompute.control.rows import Row
 from precompute.control.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
-from precompute.releases.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, ReleaseView
+from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView
 
 ABANDON_AFTER_S = 86_400.0
 ROW_KEPT_S = 2 * 86_400.0

@@ -14,7 +14,7 @@ from cache.errors import (
     SourceError,
     StoreError,
 )
-from cache.format.manifest import WITH_WEIGHTS
+from cache.format.manifest import CUT_CHARS, WITH_WEIGHTS
 from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path, take_file
 from precompute.builds.build import CUT_FORMAT, Build, generation_id
@@ -36,7 +36,7 @@ from precompute.partitions.holdout import Holdout
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import kinds_of
 from precompute.releases.registry import open_releases
-from precompute.releases.release_log import CUT_CHARS, ReleaseLog
+from precompute.releases.release_log import ReleaseLog
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import write_defaults
 from precompute.scoring.inputs import demand_feature_types

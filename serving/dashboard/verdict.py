@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from cache.format.manifest import CUT_CHARS
 from serving.answers.sources import FALLBACKS, STORED
 
 Level = Literal["ok", "warn", "bad"]
@@ -119,12 +120,15 @@ def _missing(body: Body) -> Iterator[Finding]:
 
 
 def _refused(body: Body) -> Iterator[Finding]:
-    newest = next(iter(body["generations"]), None)
-    if newest is not None and newest["state"] == "refused":
+    # One of the live one's cut is no older, wherever its digest sorts it.
+    cut = (_live(body) or "")[:CUT_CHARS]
+    refused = (each for each in body["generations"] if each["state"] == "refused")
+    newest = next((each for each in refused if each["generation"][:CUT_CHARS] >= cut), None)
+    if newest is not None:
         failed = [each["rule"] for each in newest["gates"] if each["verdict"] == "failed"]
         yield Finding(
             "warn",
-            f"Generation {newest['generation']} was refused by {', '.join(failed) or 'a gate'}, the one before stays.",
+            f"Generation {newest['generation']} was refused by {', '.join(failed) or 'a gate'}, what is live stays.",
             "Read the gate's reason below; if it is right all the same: larder override, then verify.",
         )
 

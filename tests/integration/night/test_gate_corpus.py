@@ -180,7 +180,7 @@ def test_live_pages_that_redis_lost_say_nothing_of_the_generation(bench: Bench) 
         client.rename(first_page(bench, bench.live), "aside")
 
     try:
-        with pytest.raises(NotJudged, match=r"of the live generation.*precompute restore"):
+        with pytest.raises(NotJudged, match=r"of the live generation.*larder restore"):
             bench.judge(in_redis=lost)
     finally:
         with connect(bench.config.redis_url, 5.0) as client:

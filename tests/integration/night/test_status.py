@@ -14,6 +14,7 @@ from precompute.cli.status_report import look, report
 from precompute.cli.status_table import shown
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import connect
+from precompute.control.states import State
 from precompute.releases.registry import open_releases
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night
 
@@ -84,11 +85,26 @@ def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) ->
     told = told_of(config)
 
     assert not told["well"] and told["live"] == live
-    assert len(told["problems"]) == 1 and f"{coming}, was refused" in told["problems"][0]
+    assert len(told["problems"]) == 1 and f"{coming} was refused" in told["problems"][0]
 
     seen = replace(look(config), now=look(config).now + 3 * 86_400)
     problems = report(config, seen)["problems"]
     assert any("is missing" in each for each in problems)
+
+
+def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
+    config: NightConfig,
+) -> None:
+    older, live = build_verified(config, UNTIL), publish_night(config, NEXT)
+    before = (
+        live[: -len("0" * 12)] + "0" * 12
+    )  # the same cut; in `status` it stands below the live one
+    with open_releases(config) as releases:
+        for each in (before, older):
+            releases.note(each, State.LOADED)
+            releases.refuse(each, reason="stale_lists", attempt=each)
+
+    assert told_of(config)["problems"] == [f"{before} was refused: stale_lists"]
 
 
 def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConfig) -> None:

@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"whole": False, "trouble": "connection refused"},
         "bad",
         "Redis cannot be asked (connection refused)",
-        "precompute restore",
+        "larder restore",
     ),
     "breaker": (
         {"breakers": {"closed": 3, "half_open": 1, "open": 1}},
@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"replicas": [replica(ready=False, generation=None)]},
         "bad",
         "1 of 1 replica cannot",
-        "precompute night",
+        "larder night",
     ),
     "missing": (
         {"schedule": {"age_s": 200_000.0, "due_at": 0.0, "missing": True}},
@@ -100,6 +100,17 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         },
         "warn",
         "refused by recall",
+        "override",
+    ),
+    "refused, of the live one's cut": (
+        {
+            "generations": [
+                {"generation": G1, "state": "live", "gates": []},
+                {"generation": f"{G1[:16]}-000000000000", "state": "refused", "gates": []},
+            ]
+        },
+        "warn",
+        "refused by a gate, what is live stays",
         "override",
     ),
     "apart": (
