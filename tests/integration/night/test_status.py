@@ -95,10 +95,9 @@ def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) ->
 def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
     config: NightConfig,
 ) -> None:
-    older, live = build_verified(config, UNTIL), publish_night(config, NEXT)
-    before = (
-        live[: -len("0" * 12)] + "0" * 12
-    )  # the same cut; in `status` it stands below the live one
+    live = publish_night(config, UNTIL)
+    older = f"20200101T000000Z-{'0' * 12}"
+    before = f"{live[:CUT_CHARS]}-{'0' * 12}"  # in `status` it stands below the live one
     with open_releases(config) as releases:
         for each in (before, older):
             releases.note(each, State.LOADED)
