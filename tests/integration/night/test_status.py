@@ -8,6 +8,7 @@ import orjson
 import pytest
 import redis
 
+from cache.format.manifest import CUT_CHARS
 from cache.process.redis_server import RedisServer
 from precompute import __main__ as shell
 from precompute.cli.status_report import look, report
