@@ -26,7 +26,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env feast-env audit-env audit licences package-env package docs-env docs lock clean
+.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env feast-env audit-env audit licences package-env package docs-env docs-site docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,7 +116,10 @@ docs-env: env  # Sphinx in .venv-docs, from a lock of its own
 	@test -x .venv-docs/bin/python || $(UV) venv -q --python $(BIN)/python .venv-docs
 	@VIRTUAL_ENV=$(CURDIR)/.venv-docs $(UV) pip sync -q --require-hashes infra/locks/docs.txt
 
-docs: docs-env  ## docs/ as a site in build/docs; a warning is an error
+docs: docs-site env  ## the same, and the pages of other libraries as they are typed (minutes, from PyPI)
+	@$(PYTEST) -m slow tests/installs/test_libraries.py
+
+docs-site: docs-env  ## docs/ as a site in build/docs; a warning is an error
 	@.venv-docs/bin/python -m sphinx -q -W --keep-going -c docs -b html . build/docs
 	@echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' > build/docs/index.html
 	@echo "build/docs/index.html"
