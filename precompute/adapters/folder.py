@@ -36,7 +36,7 @@ COMPARED = 256
 """Histories by which the int8 form is compared."""
 
 _SETTINGS = """\
-# Written by an import, and never over a file that is there. All settings: docs/reference/configuration.md.
+# Written by an import, and never over a file that is there. All settings: `python -m cache.config.reference`.
 bundle = "bundle"
 artifacts = "artifacts"
 state = "state"

@@ -12,6 +12,7 @@
 #define LANES 16       /* items side by side in a vector: one group */
 #define CHUNK 16       /* users that meet a tile together */
 #define TILE_GROUPS 32 /* groups between two looks at who is done */
+#define TILE_BITS 9    /* a place's tile begins above them: LANES * TILE_GROUPS == 1 << TILE_BITS */
 #define ALWAYS static inline __attribute__((always_inline))
 
 typedef struct {
@@ -33,7 +34,7 @@ typedef struct {
     const float *vector;
     float *lower, *upper;
     uint32_t *place;
-    uint64_t *gone; /* places excluded, descending: the next one is the last */
+    uint64_t *gone; /* places excluded, by tile: the next tile's are the last */
     int8_t *codes;
     double per_score; /* from a score to a relative bound */
     uint64_t least;   /* key that at least k candidates reach, 0 while unknown */

@@ -92,6 +92,26 @@ static void exclude(const larder_items *items, user_state *user, const int64_t *
         if (*from >= 0 && *from < items->items) user->gone[user->gone_count++] = items->places[*from];
 }
 
+/* Places excluded in the order of their tiles, the first tile last, by counting tiles: a byte of their numbers a turn. */
+static void order_by_tile(user_state *user, uint64_t *spare, int64_t items) {
+    uint64_t *from = user->gone, *to = spare;
+    for (int shift = TILE_BITS; items >> shift; shift += 8) {
+        uint32_t at[256], digits = items >> shift > 255 ? 256 : (uint32_t)(items >> shift) + 1, before = 0;
+        memset(at, 0, digits * sizeof *at);
+        for (uint32_t i = 0; i < user->gone_count; i++) at[from[i] >> shift & 255]++;
+        for (uint32_t digit = digits; digit--;) {
+            uint32_t here = at[digit];
+            at[digit] = before;
+            before += here;
+        }
+        for (uint32_t i = 0; i < user->gone_count; i++) to[at[from[i] >> shift & 255]++] = from[i];
+        uint64_t *swap = from;
+        from = to;
+        to = swap;
+    }
+    if (from != user->gone) memcpy(user->gone, from, user->gone_count * sizeof *from);
+}
+
 static void ban(const larder_items *items, user_state *user, int64_t first, int64_t end) {
     for (int64_t group = first; group < end; group++)
         user->banned[group % TILE_GROUPS] = (uint16_t)~items->allowed[group];
@@ -194,7 +214,7 @@ int larder_topk(const larder_items *items, const float *users, int64_t count, co
                 user->vector = 0;
                 continue;
             }
-            sort_down(user->gone, work->spare, user->gone_count);
+            order_by_tile(user, work->spare, items->items);
             quantise(items, user, work->rounding);
             space.active[active++] = user;
         }
