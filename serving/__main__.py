@@ -25,7 +25,7 @@ from cache.errors import ConfigError, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import masters, open_client
 from cache.process.interrupts import never_swallowed
-from cache.process.redis_server import redis_url
+from cache.process.redis_server import redis_url, running_server
 from cache.store.releases import newest_release
 from serving.access.quota_table import QuotaTable
 from serving.process.supervisor import QUOTAS, Spawn, Workers
@@ -76,6 +76,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         config.require_guard()
         check_token(config.token)
         check_files(config)
+        if not config.redis_url and running_server(Path(config.state)) is not None:
+            log.info(
+                "uses the Redis that another command runs here, and loses it when that one ends"
+            )
         with (
             never_swallowed(),
             _listening(config) as listener,
@@ -170,7 +174,7 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> None:
         else:
             file = os.environ.get("LARDER_CONFIG") or "defaults, no larder.toml is here"
             log.warning(
-                "nothing was published in %s yet, and nothing can be answered (settings: %s): run `larder night`",
+                "nothing was published in %s yet (settings: %s): run `larder night`; or is this another folder?",
                 config.artifacts, file,
             )  # fmt: skip
 

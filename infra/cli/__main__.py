@@ -62,6 +62,12 @@ def _run(words: list[str]) -> int:
         config = FILE
     if config is not None:
         os.environ["LARDER_CONFIG"] = config
+    elif entry.reads_settings and not os.environ.get("LARDER_CONFIG"):
+        print(
+            f"larder: there is no {FILE} in this folder (larder init writes one): settings are the defaults and those "
+            "of the environment",
+            file=sys.stderr,
+        )
     found: int = import_module(entry.module).main(rest, prog=f"larder {name}")
     return found
 

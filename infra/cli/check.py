@@ -82,14 +82,20 @@ def _sources(config: "NightConfig") -> tuple[State, str]:
     if line := missing("a look at sources", "precompute", *PRECOMPUTE):
         return "not used", f"by the service; {line}"
     from precompute.sources.files import all_files, source_file
+    from precompute.sources.formats import INTERACTIONS
     from precompute.sources.readers import feature_schema, read_interactions
+    from precompute.sources.unusable import Unusable
 
     sources, base = config.sources, config.path(".")
     if not sources.names_users:
         return "to do", "[sources] interactions is not set: `larder init` looks for them"
     files = all_files(config)
-    first = next(read_interactions(sources, base), None)
+    unusable = Unusable()
+    read = read_interactions(sources, base, unusable=unusable)
+    first = next(read, None)
     rows = 0 if first is None else len(first.times)
+    left_out = unusable.left_out(INTERACTIONS)
+    is_all = next(read, None) is None
     if sources.interactions and not rows:
         return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
     for name, columns in (
@@ -103,7 +109,8 @@ def _sources(config: "NightConfig") -> tuple[State, str]:
     found = f"{len(files)} file{'s' * (len(files) > 1)}"
     if not sources.interactions:
         return "ok", f"{found}, none of interactions: users are those of {sources.user_vectors}"
-    return "ok", f"{found}; {rows:,} interactions in the first rows (a night reads all)"
+    told = f"{found}; {rows:,} interactions" + ("" if is_all else " in the first rows")
+    return "ok", told + (f", {left_out:,} rows that cannot be used" if left_out else "")
 
 
 def _bundle(config: "NightConfig") -> tuple[State, str]:
@@ -111,6 +118,7 @@ def _bundle(config: "NightConfig") -> tuple[State, str]:
         return "not used", f"by the service; {line}"
     from precompute.bundles.bundle import Bundle
     from precompute.bundles.bundle_store import handed_over
+    from precompute.scoring.inputs import demand_feature_types
 
     if config.sources.item_vectors:
         return "ok", f"made of {config.sources.item_vectors} by each night"
@@ -118,6 +126,7 @@ def _bundle(config: "NightConfig") -> tuple[State, str]:
     if folder.exists():
         bundle = Bundle.read(folder)
         bundle.verify()
+        demand_feature_types(config, bundle)
         return "ok", f"{folder}: {bundle.name} {bundle.version}"
     if known := handed_over(config.store()):
         return "ok", f"{known[-1].digest[:12]}, handed over to the store"

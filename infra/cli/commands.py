@@ -35,6 +35,11 @@ class CommandEntry:
     extras: tuple[str, ...] = ()
 
     @property
+    def reads_settings(self) -> bool:
+        """True if it does what the settings say: without any it may well run in the wrong folder."""
+        return self.module in (NIGHT, "serving.__main__")
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Extras without which it does not run."""
         return ("precompute",) if self.module == NIGHT else self.extras

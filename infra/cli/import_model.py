@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cache.process.command_line import json_text
 
@@ -51,6 +51,9 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
             "--clicks", required=each is implicit, metavar="FILE",
             help="what users did: user,item in Parquet or CSV, or a scipy matrix [users, items] in .npz",
         )  # fmt: skip
+        for what in ("user", "item"):
+            about = f"column of {what} ids in a table of clicks, default: %(default)s"
+            each.add_argument(f"--{what}-column", default=what, metavar="NAME", help=about)
         each.add_argument(
             "--item-ids", metavar="FILE", help="one id a line, in the order of the rows"
         )
@@ -60,11 +63,22 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _clicks(sent: argparse.Namespace) -> Any:
+    """File of a matrix as it was named, a table with its columns; None without one."""
+    if sent.clicks is None or sent.clicks.endswith(".npz"):
+        return sent.clicks
+    from cache.config.sections import Sources
+
+    return Sources(
+        interactions=(sent.clicks,), user_column=sent.user_column, item_column=sent.item_column
+    )
+
+
 def _vectors(sent: argparse.Namespace) -> "ImportReport":
     from precompute.adapters.vectors import from_vectors
 
     return from_vectors(
-        sent.item_ids, sent.items, sent.user_ids, sent.users, to=sent.to, clicks=sent.clicks, metric=sent.metric
+        sent.item_ids, sent.items, sent.user_ids, sent.users, to=sent.to, clicks=_clicks(sent), metric=sent.metric
     )  # fmt: skip
 
 
@@ -72,5 +86,5 @@ def _implicit(sent: argparse.Namespace) -> "ImportReport":
     from precompute.adapters.implicit_models import from_implicit
 
     return from_implicit(
-        sent.model, sent.clicks, to=sent.to, user_ids=sent.user_ids, item_ids=sent.item_ids
+        sent.model, _clicks(sent), to=sent.to, user_ids=sent.user_ids, item_ids=sent.item_ids
     )

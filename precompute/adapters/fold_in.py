@@ -73,7 +73,8 @@ def demand_taste(
     if share < CHANCE:
         raise SourceError(
             f"what users clicked scores above a random item in {share:.0%} of pairs, as by chance: give all ids in the "
-            "order of their rows, and the clicks that the vectors were fitted on",
+            "order of their rows, or, where these clicks are only to be left out of lists, import without them and "
+            "name their file in [sources] interactions",
             share=share,
         )
 

@@ -93,6 +93,8 @@ class ImportReport:
         overlap = self.agreement.get("overlap_at_20")
         size = f"{self.items:,} items, {self.users:,} users with vectors, {self.clicks:,} clicks"
         left = ", ".join(f"{count:,} {why}" for why, count in self.left_out.items() if count)
+        has_users = self.users or self.clicks
+        todo = "" if has_users else f"name what users did in [sources] interactions of {SETTINGS}, "
         again = f"the import before it is replaced, its {SETTINGS} kept"
         return [
             f"{self.model}: {size}, {self.dims} dimensions, {self.metric}",
@@ -109,7 +111,7 @@ class ImportReport:
             ),
             f"{self.bundle_bytes:,} bytes in {self.seconds:.1f} s",
             *(f"cannot: {each}" for each in self.cannot),
-            f"next: cd {self.folder}, then larder check, larder night and larder serve",
+            f"next: cd {self.folder}, {todo}then larder check, larder night and larder serve",
         ]
 
 
@@ -162,7 +164,10 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
     else:
         users = f'user_vectors = "{USERS}"\n' if made.users is not None else ""
         users += "".join(f'{name} = "{name}.parquet"\n' for name in made.features)
-        clicks = "# TO DO: files of what users did\ninteractions = []"
+        clicks = (
+            "# TO DO: files of what users did, and how their columns are called\ninteractions = []\n"
+            '# user_column = "user"\n# item_column = "item"\n# timestamp_column = "timestamp"'
+        )
         if made.users is not None:
             clicks = "interactions = []     # files of what users did, if you have any: left out of their lists"
         if made.clicks is not None:

@@ -106,7 +106,7 @@ class ClickMatrix:
 
     @classmethod
     def of(cls, given: Any, users: Any, items: Any) -> Self:
-        """Checks a scipy matrix [users, items] (or its .npz file), or reads a table of clicks (a path).
+        """Checks a scipy matrix [users, items] (or its .npz file), or reads a table (a path; `Sources` names columns).
 
         `users` are the users' ids in the order of the rows (None: the matrix' row numbers, or whoever is in the table),
         `items` Arrow strings in the order of the columns; a table's clicks on other items are left out. Raises
@@ -115,13 +115,10 @@ class ClickMatrix:
         if isinstance(given, cls):
             return given
         if isinstance(given, str | Path) and Path(given).suffix != ".npz":
-            table = Sources(interactions=(str(given),))
-            try:
-                return cls.read(read_interactions(table, Path.cwd()), str(given), users, items)
-            except SourceError as error:
-                named = ": call them user and item, and timestamp if there are times"
-                said = error.message + (named if "column" in error.details else "")
-                raise SourceError(said, **error.details) from None
+            given = Sources(interactions=(str(given),))
+        if isinstance(given, Sources):
+            where = ", ".join(given.interactions)
+            return cls.read(read_interactions(given, Path.cwd()), where, users, items)
         if isinstance(given, str | Path):
             try:
                 given = sp.load_npz(given)

@@ -70,8 +70,16 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                     if pad >= 0
                     else "no row of a table"
                 )
-                + ": name the index that the tower pads with; where 0 is padding, say first_item=1 in Example"
+                + ": name the index that the tower pads with; where 0 is padding, say first_item=1 in Example; wrap a "
+                "tower that pads with another number: forward(torch.where(history == PAD, that, history))"
             )
+        for name, value in inputs.items():
+            is_wide = value.ndim == 2 and value.shape[1] > 1 and not value.is_floating_point()
+            if what == "the user tower" and is_wide and "history" not in inputs:
+                raise SourceError(
+                    f"the example's {name!r} holds rows of whole numbers: if these are items, call it history (forward "
+                    "may call it as it likes); if not, make them float32"
+                )
         self.module, self.names, self.example = module, tuple(inputs), example
         self.items, self.what, self.inputs = items, what, dict(inputs)
         self.eval()

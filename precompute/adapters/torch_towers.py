@@ -93,6 +93,11 @@ def from_torch(
     if user_spec.features and not of_user:
         limits.append("have a night yet: name a table of these features in [sources] user_features")
     recalls = {}
+    if user_spec.history is not None and example.is_fixed:
+        limits.append(
+            f"tell whether histories are padded as in training: each is filled up with {example.pad} to "
+            f"{example.max_length} items (is_fixed), and a short one is wrong where the model never saw that"
+        )
     if user_spec.history is not None:
         limits += _limits(example, found)
         if not user_spec.features:

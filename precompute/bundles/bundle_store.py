@@ -116,7 +116,7 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
             yield bundle
         else:
             raise ConfigError(
-                f"there is no bundle at {source}, nor in {store.url}/bundles: set `bundle`, or run `train` first"
+                f"there is no bundle at {source}, nor in {store.url}/bundles: set `bundle`, or run `larder train` first"
             )
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -105,7 +105,10 @@ def remedy_of(action: str, generation: str, state: State | None) -> str:
         case "begin", State.SUPERSEDED:
             return go_back
         case "begin", State.ROLLED_BACK:
-            return f"; `{run} verify {generation}` may lift that, or change its inputs or its cut"
+            return (
+                "; a night of the same inputs makes the same lists: change these, or let it go live all the same by "
+                f"`{run} verify {generation}` and `{run} publish {generation}`"
+            )
         case (("override" | "refuse" | "retire"), State.LIVE):
             return f"; roll it back first: `{run} roll-back --reason ...`"
     return ""

@@ -1,7 +1,7 @@
 """Formats of interactions: Parquet, CSV and lines of ids, each as batches of Arrow columns."""
 
 import gzip
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -69,6 +69,18 @@ def named_columns(sources: Sources) -> list[str]:
     return [name for name in named if name not in unnamed]
 
 
+def _demand_named(known: Sequence[str], sources: Sources, path: SourceFile) -> None:
+    """Raises SourceError, naming the setting, for a column that has to be there."""
+    try:
+        demand_columns(
+            known, [sources.user_column, sources.item_column, *named_columns(sources)], path
+        )
+    except SourceError as error:
+        settings = ("user_column", "item_column", "timestamp_column", "weight_column")
+        name = next(each for each in settings if getattr(sources, each) == error.details["column"])
+        raise SourceError(f"{error.message}: name it by {name}", **error.details) from None
+
+
 def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:
     def left_out(row: Any) -> str:
         unusable.looked_at(INTERACTIONS, 1)
@@ -86,7 +98,7 @@ def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Itera
             f"{path} has one column, {known[0]!r}: if a row's fields stand between another sign than "
             f"{sources.separator!r}, name it in [sources] separator"
         )
-    demand_columns(known, [*names, *named_columns(sources)], path)
+    _demand_named(known, sources, path)
     names += [each for each in (sources.timestamp_column, sources.weight_column) if each in known]
     # Left alone, the reader infers types: "007" would become 7, and one odd time would end the file.
     options = pa.csv.ConvertOptions(
@@ -115,7 +127,7 @@ def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[Any]:
         found = pa.parquet.read_metadata(raw)
     known = found.schema.to_arrow_schema().names
     names = [sources.user_column, sources.item_column]
-    demand_columns(known, [*names, *named_columns(sources)], path)
+    _demand_named(known, sources, path)
     encoded = [name for name in names if name in _encoded(found)]
     with (
         readable(path) as raw,

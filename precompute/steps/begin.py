@@ -1,11 +1,12 @@
 """A night's beginning: the generation named, its inputs pinned, its catalogue and partition laid out."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
+from typing import Any
 
 from cache.errors import (
     ConfigError,
@@ -42,6 +43,7 @@ from precompute.scoring.defaults import write_defaults
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
 from precompute.sources.files import all_files, pin
+from precompute.sources.formats import INTERACTIONS
 from precompute.sources.unusable import Unusable, merged
 
 ERASURE_LOOKS = 10
@@ -96,8 +98,20 @@ def in_night(night: Night) -> StepRow:
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
         progress=night.progress,
     )  # fmt: skip
-    what = found["generation"] + (" is live already" if found["already_live"] else "")
-    return StepRow(found, what)
+    if found["already_live"]:
+        return StepRow(found, f"{found['generation']} is live already")
+    build = Build(night.config, night.config.store(), found["generation"])
+    return StepRow(found, f"{found['generation']} ({_read(build.read_report('begin') or {})})")
+
+
+def _read(begun: Mapping[str, Any]) -> str:
+    """What was read of the interactions, and which rows were left out, in words."""
+    seen = begun.get("unusable", {}).get(INTERACTIONS)
+    if not seen:
+        return "no interactions"
+    told = f"{begun['interactions']:,} interactions of {seen['rows']:,} rows"
+    reasons = [f"{each['rows']:,} {why}" for why, each in seen["reasons"].items()]
+    return told + (f"; left out: {', '.join(reasons)}" if reasons else "")
 
 
 def _demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:

@@ -43,7 +43,7 @@ def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
     if dropped := answer.get("dropped_history"):
         yield f"       {dropped} of the history are no items of this generation, and count for nothing"
     if answer["source"] == "default" and answer.get("reason") == "not_in_generation":
-        yield "       nothing is known of this id, and nothing was sent to compute from: this suits most"
+        yield "       nothing is known of this id (is it right?), and nothing was sent to compute from: what suits most"
     for number, (name, value) in enumerate(rows, 1):
         if "vector" in answer and number > _SHOWN:
             yield f"  ... and {len(rows) - _SHOWN} more (--json)"

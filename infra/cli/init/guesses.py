@@ -135,6 +135,12 @@ def _features(found: Guesses, table: FoundTable, roles: Roles) -> None:
         role: Role = "item" if entity == "item" else "user"
         if (name := roles.columns.get(role)) is None or role in roles.guessed:
             continue
+        if len(table.columns) == 2 and "vector" in table.columns.values():
+            found.notes.append(
+                f"{table.title} looks like vectors of {entity}s, and is not used: `larder import vectors` makes a "
+                "folder of vectors"
+            )
+            return
         title, wanted = f"{table.title} looks like features of {entity}s", found.columns.get(role)
         if table.format != "parquet":
             remark = (

@@ -24,7 +24,8 @@ _ENDINGS = {
 }  # fmt: skip
 _LEFT_OUT = {"artifacts", "bundle", "node_modules", "__pycache__", "venv"}
 _SEPARATORS = (",", ";", "\t", "|")
-"""Signs between fields, of which the one that makes the most columns is taken."""
+"""Signs between fields, of which the one that stands most often in the first line is taken."""
+_HEAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,11 +121,11 @@ def _names(path: Path) -> tuple[str, list[str]]:
     """Sign between fields, and names of the columns."""
     if _ENDINGS[_ending(path)] == "parquet":
         return ",", list(pa.parquet.read_schema(path).names)
-    found = {}
-    for separator in _SEPARATORS:
-        with _csv(path, separator) as reader:
-            found[separator] = list(reader.schema.names)
-    return max(found.items(), key=lambda each: len(each[1]))
+    with pa.input_stream(str(path), compression="detect") as raw:
+        head = raw.read(_HEAD_BYTES).partition(b"\n")[0].decode(errors="replace")
+    separator = max(_SEPARATORS, key=head.count)
+    with _csv(path, separator) as reader:
+        return separator, list(reader.schema.names)
 
 
 def _csv(path: Path, separator: str) -> Any:
@@ -188,6 +189,8 @@ def _kind(kind: Any) -> Kind:
         return "integer"
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return "float"
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind):
+        return "vector" if pa.types.is_floating(kind.value_type) else "other"
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return "text"
     return "time" if pa.types.is_timestamp(kind) or pa.types.is_date(kind) else "other"

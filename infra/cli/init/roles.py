@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Kind = Literal["integer", "float", "text", "time", "other"]
-"""Kind of a column's values."""
+Kind = Literal["integer", "float", "text", "time", "vector", "other"]
+"""Kind of a column's values; a vector is a list of numbers with a fraction."""
 Role = Literal["user", "item", "timestamp", "weight", "category"]
 
 _NAMES: Final[Mapping[Role, tuple[str, ...]]] = {
@@ -41,6 +41,8 @@ _NAMES: Final[Mapping[Role, tuple[str, ...]]] = {
 
 _MOMENT: Final = re.compile(r"([\W_](at|ts|date|timestamp)|[a-z](At|Date|Timestamp))$")
 """End of a name of several words that tells when something happened: `ordered_at`, `viewDate`."""
+
+_NUMBERED: Final = re.compile(r"(no|nr|num|number|code|key)$")
 
 FITS: Final[Mapping[Role, tuple[Kind, ...]]] = {
     "user": ("integer", "text"),
@@ -110,6 +112,12 @@ def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[s
     """Columns that may have a role, the surest first."""
     exact = [each for name in names for each in columns if plain(each) == name]
     if role in ("user", "item"):
+        # A number is an id as well: `customer_no`, `article_nr`.
+        exact += [
+            each
+            for each in columns
+            if each not in exact and _NUMBERED.sub("", plain(each)) in names
+        ]
         # Of several words: `src_user_id`, `clicked_article`.
         ends = tuple(each for each in names if len(each) > 3)
         exact += [each for each in columns if each not in exact and plain(each).endswith(ends)]

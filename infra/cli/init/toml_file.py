@@ -48,7 +48,9 @@ def text_of(guesses: Guesses, bundle: str | None) -> str:
         model = [_line("bundle", bundle, "a model that was found here")]
     lines = [_HEAD, *model, _MIDDLE.strip("\n"), "", "[sources]", *_sources(guesses)]
     if bundle is None and guesses.items is not None:
-        about = f"of the model that `larder train` makes: there are only {guesses.items} items"
+        about = (
+            f"at most, of the model that `larder train` makes: there are only {guesses.items} items"
+        )
         lines += ["", "[reference]", f"{f'dims = {_dims(guesses.items)}':<{_COLUMN}}# {about}"]
     return "\n".join(lines) + "\n" + _END
 

@@ -186,6 +186,18 @@ def test_a_file_that_is_no_table_is_said_and_something_is_left_to_do(
     assert "# TO DO:" in (here / "larder.toml").read_text()
 
 
+def test_vectors_are_left_to_the_import(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_parquet(here / "orders.parquet", {"customer_no": USERS, "article_nr": ITEMS})
+    vectors = [[0.5, 0.25]] * 12
+    write_parquet(here / "articles.parquet", {"article_nr": sorted(set(ITEMS)), "v": vectors})
+
+    told = init(capsys)
+
+    assert (told["columns"]["user"], told["columns"]["item"]) == ("customer_no", "article_nr")
+    assert told["features"] == {}
+    assert any("articles.parquet looks like vectors of items" in each for each in told["notes"])
+
+
 @pytest.mark.parametrize(("name", "sign"), [("log.csv", ";"), ("log.tsv", "\t"), ("log.csv", "|")])
 def test_a_file_with_another_sign_between_its_fields_is_read_by_it(
     here: Path, capsys: pytest.CaptureFixture[str], name: str, sign: str

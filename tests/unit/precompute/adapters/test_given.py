@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import scipy.sparse as sp
 
+from cache.config.sections import Sources
 from cache.errors import SourceError
 from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.vectors import from_vectors
@@ -219,9 +220,15 @@ class TestClicks:
         with pytest.raises(SourceError) as error:
             ClickMatrix.of(path, self.USERS, self.ITEMS)
         assert error.value.message.endswith(
-            "clicks.parquet has no column 'user'; it has user_id, item: call them user and item, and timestamp if "
-            "there are times"
+            "clicks.parquet has no column 'user'; it has user_id, item: name it by user_column"
         )
+
+    def test_a_table_whose_columns_are_named(self, tmp_path):
+        users, items = (ids.to_pylist()[0] for ids in (self.USERS, self.ITEMS))
+        path = parquet(tmp_path / "clicks.parquet", account=[users], sku=[items])
+
+        named = Sources(interactions=(str(path),), user_column="account", item_column="sku")
+        assert ClickMatrix.of(named, self.USERS, self.ITEMS).matrix.nnz == 1
 
     @pytest.mark.parametrize("more", [{}, {"ts": [2, 1]}, {"timestamp": [2, 1]}])
     def test_only_times_that_are_called_so_put_clicks_in_order(self, tmp_path, more):

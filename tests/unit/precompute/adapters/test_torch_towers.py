@@ -120,6 +120,22 @@ def test_a_tower_of_user_indices_gives_vectors_and_strangers_are_folded(tmp_path
     )
 
 
+def test_a_fixed_length_is_said_to_hang_on_the_training_and_a_night_to_want_clicks(tmp_path):
+    given = Example(
+        {"history": towers.HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=20, is_fixed=True
+    )
+
+    report = from_torch(
+        towers.Mean().eval(), towers.Items().eval(), given, to=tmp_path, item_ids=IDS
+    )
+
+    assert any(f"filled up with {ITEMS} to 20 items" in each for each in report.cannot), (
+        report.cannot
+    )
+    assert "name what users did in [sources] interactions" in report.lines()[-1]
+    assert '# user_column = "user"' in (tmp_path / "larder.toml").read_text()
+
+
 def test_items_of_features_alone_bring_their_table(tmp_path):
     prices = torch.rand(ITEMS, DIMS)
     given = Example({"history": towers.HISTORY}, {"price": prices[:4]}, pad=ITEMS, max_length=20)
@@ -162,6 +178,8 @@ def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):
         (Example({"history": towers.HISTORY, "age": INDEX}, {"item": INDEX}, pad=ITEMS), "user_features"),
         (Example({"history": towers.HISTORY}, {"history": INDEX}, pad=ITEMS), "features have other names"),
         (Example({}, {"item": INDEX}), "name each argument of forward"),
+        (Example({"watched": towers.HISTORY}, {"item": INDEX}, pad=ITEMS), "call it history"),
+        (Example({"history": towers.HISTORY}, {"item": INDEX}), "wrap a tower that pads with another"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(given, remedy, tmp_path):
