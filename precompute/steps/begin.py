@@ -105,7 +105,7 @@ def in_night(night: Night) -> StepRow:
 
 
 def _read(begun: Mapping[str, Any]) -> str:
-    """What was read of the interactions, and which rows were left out, in words."""
+    """Number of interactions that were read, and of rows that were left out, in words."""
     seen = begun.get("unusable", {}).get(INTERACTIONS)
     if not seen:
         return "no interactions"
