@@ -25,6 +25,8 @@ from serving.http.service import Service
 from serving.lookup.l1_warmup import Warming
 from serving.process.worker_metrics import Peers
 from serving.quality.monitor import QualityMonitor
+from serving.ranking.filtered_lookup import FilteredLookup
+from serving.ranking.filters import Filters
 from serving.replica.background import Refresher
 from serving.replica.canary_router import CanaryRouter
 from serving.replica.freshness import Nights
@@ -130,15 +132,18 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     if dashboard.is_on:
         refresher.also(config.dashboard_s, dashboard.tell)
     exposed = metrics.exposition if peers is None else peers.exposition
+    filters = Filters(answering.executor)
     explainer = Explainer(
-        follower, tiers, remote, answering.batcher, answering.admission, store, in_thread=reading
-    )
+        follower, tiers, remote, answering.batcher, answering.admission, store, filters,
+        in_thread=reading,
+    )  # fmt: skip
     service = Service(
         follower=follower, ladder=ladder, metrics=metrics, limits=limits_of(config),
         body_bytes=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
         l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
         has_tokens=config.has_tokens, drain=refresher.drain, nights=nights, trial=trial, expose=Exposition(exposed),
         dashboard=dashboard, explainer=explainer, quality=quality,
+        filters=filters, filtered=FilteredLookup(ladder, filters).lookup,
     )  # fmt: skip
     try:
         await refresher.start()

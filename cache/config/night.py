@@ -99,6 +99,18 @@ class NightConfig(SharedConfig):
                 "makes its bundle of the vectors, or takes the one; leave one out",
                 field="bundle",
             )
+        kinds = {each.kind for each in self.tables.values()}
+        if self.sources.item_attributes and not self.sources.item_features:
+            raise ConfigError(
+                "sources.item_attributes names columns of sources.item_features, which is not set",
+                field="item_attributes",
+            )
+        if self.sources.item_attributes and "user_topk" in kinds and "user_vector" not in kinds:
+            raise ConfigError(
+                "a filtered list that the stored one is too short for is found by the user's vector: add a table of "
+                "kind user_vector, or leave sources.item_attributes out",
+                field="item_attributes",
+            )
         if not self.tables:
             raise ConfigError(
                 "no table is configured; leave [tables] out to build the default ones"

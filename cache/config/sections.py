@@ -43,6 +43,8 @@ class Sources:
     """Feature table of users."""
     item_features: str | None = None
     """Feature table of items, which is the catalogue."""
+    item_attributes: tuple[str, ...] = ()
+    """Columns of `item_features` that requests may filter by."""
     category_column: str = "category"
     """Column of an item's category."""
     user_vectors: str | None = None

@@ -19,6 +19,8 @@ MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written
 """Version of the manifest's fields and of the files it lists; that of the records in the pages is their own."""
 WITH_WEIGHTS: Final = 2
 """Version of a manifest in which a model has weights beside it."""
+WITH_ATTRIBUTES: Final = 3
+"""Version of a manifest whose items have attributes."""
 
 EntityKind = Literal["user", "item"]
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
@@ -152,9 +154,28 @@ class Index:
     recall: float | None = None
 
 
+AttributeKind = Literal["text", "texts", "number", "flag", "time"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """Attribute of items as a column by ordinal; texts are codes into `names`, several of an item lie at `offsets`."""
+
+    kind: AttributeKind
+    values: Artefact
+    offsets: Artefact | None = None
+    names: Artefact | None = None
+    name_offsets: Artefact | None = None
+
+    def files(self) -> list[Artefact]:
+        """Files of the column."""
+        found = (self.values, self.offsets, self.names, self.name_offsets)
+        return [each for each in found if each is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class ItemFiles:
-    """The item table: ids by ordinal, vectors, and where the model keeps each item."""
+    """The item table: ids by ordinal, vectors, where the model keeps each item, and attributes by name."""
 
     ids: Artefact
     offsets: Artefact
@@ -162,6 +183,15 @@ class ItemFiles:
     model_index: Artefact
     count: int
     dims: int
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPart:
+    """Items that the users of a shard had, in its directory's order: where each one's end (uint64), and ordinals."""
+
+    ends: Artefact
+    items: Artefact
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +215,7 @@ class Manifest:
     gates: tuple[Mapping[str, Any], ...]
     timings: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    seen: tuple[SeenPart, ...] = ()
     format: int = MANIFEST_FORMAT
 
     def to_bytes(self) -> bytes:
@@ -193,6 +224,9 @@ class Manifest:
         for model in told["models"].values():
             if model["weights"] is None:  # format 1 has no such field
                 del model["weights"]
+        if not told["seen"] and not told["items"].get("attributes"):  # nor has format 2 these
+            del told["seen"]
+            told["items"].pop("attributes", None)
         return orjson.dumps(
             told,
             option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
@@ -217,6 +251,8 @@ class Manifest:
             self.items.model_index,
             self.defaults,
         ]
+        files += [each for column in self.items.attributes.values() for each in column.files()]
+        files += [each for part in self.seen for each in (part.ends, part.items)]
         files += [part.file for entities in self.entity_sets.values() for part in entities.parts]
         files += [index.file for index in self.indexes.values()]
         for model in self.models.values():

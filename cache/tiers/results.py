@@ -35,6 +35,8 @@ class MissReason(StrEnum):
     TOO_OLD = "too_old"
     EXHAUSTED = "exhausted"
     """Too little of a list is left without what the caller has seen or excluded."""
+    FILTERED = "filtered"
+    """Fewer than k of a list pass the filter, and the vector by which all others are found could not be had."""
     ENTITY_BLOCKED = "entity_blocked"
     INTERNAL_ERROR = "internal_error"
     """A defect of ours."""

@@ -8,14 +8,17 @@ from typing import Any
 from cache.control.night_steps import NIGHT, SEALED_BY, TIMED_APART
 from cache.format.manifest import (
     MANIFEST_FORMAT,
+    WITH_ATTRIBUTES,
     WITH_WEIGHTS,
     Artefact,
+    Attribute,
     DirectoryPart,
     EntitySet,
     Index,
     ItemFiles,
     Manifest,
     Model,
+    SeenPart,
     Table,
     TablePart,
 )
@@ -39,6 +42,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
+from precompute.partitions.item_attributes import paths_of
 from precompute.partitions.shard_files import first_hash
 from precompute.sources.unusable import merged
 
@@ -59,7 +63,9 @@ def seal(made: Build) -> Manifest:
     begun, index, models = steps["begin"], steps["index"], steps["quantize"]
     reports = [made.need(shard_report(shard)) for shard in range(config.shards)]
     fetch_items(made)
-    made.fetch(catalogue.VECTORS)
+    attributes = begun.get("attributes", {})
+    for file in (catalogue.VECTORS, *paths_of(attributes)):
+        made.fetch(file)
     made.fetch("defaults.json")
     manifest = Manifest(
         namespace=config.namespace,
@@ -81,6 +87,10 @@ def seal(made: Build) -> Manifest:
             model_index=made.describe(catalogue.MODEL_INDEX),
             count=begun["items"],
             dims=bundle.dims,
+            attributes={
+                name: Attribute(kind, **{part: made.describe(file) for part, file in files.items()})
+                for name, (kind, files) in attributes.items()
+            },
         ),
         tables=_tables(config, bundle, reports),
         models={
@@ -114,10 +124,21 @@ def seal(made: Build) -> Manifest:
             "vocabulary_digest": bundle.vocabulary_digest,
             FACT: models.get("probe"),  # none where an earlier version had taken that step
         },
-        format=WITH_WEIGHTS if bundle.has_weights else MANIFEST_FORMAT,
+        seen=tuple(
+            SeenPart(*(Artefact(**each) for each in report["users"]["seen"]))
+            for report in reports if report["users"].get("seen")
+        ),
+        format=manifest_format(config, bundle),
     )  # fmt: skip
     made.store.write(path, manifest.to_bytes())
     return manifest
+
+
+def manifest_format(config: NightConfig, bundle: Bundle) -> int:
+    """Version of the manifest that a night writes: the oldest that says what it has to."""
+    if config.sources.item_attributes:
+        return WITH_ATTRIBUTES
+    return WITH_WEIGHTS if bundle.has_weights else MANIFEST_FORMAT
 
 
 def scoring_seconds(reports: Sequence[Step]) -> float:

@@ -1,6 +1,6 @@
 """Feature columns of items: pinned by `begin`, a row per ordinal; later steps map them and read some rows at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +16,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.partitions.catalogue import ITEM_FEATURES, ITEM_ROWS, ordinals_of_texts
 from precompute.sources.features import read_values, wide
-from precompute.sources.files import feature_file
+from precompute.sources.files import SourceFile, feature_file
 from precompute.sources.readers import read_features
 from precompute.sources.unusable import Case, Unusable
 
@@ -79,16 +79,7 @@ def write_item_features(
     if not columns:
         return None
     path = feature_file(config, "item", columns[0])
-    batches = list(read_features(path, config.sources.item_column, columns))
-    ordinals = np.concatenate([_ordinals(items, ids.texts()) for ids, _ in batches])
-    known = np.flatnonzero(ordinals >= 0)[::-1]  # of an item that comes twice, its first row
-    rows = np.full(items.count, -1, np.int64)
-    rows[ordinals[known]] = known
-    places = pa.array(rows, mask=rows < 0)
-    placed = {
-        name: pa.concat_arrays([wide(batch[name]) for _, batch in batches]).take(places)
-        for name in columns
-    }
+    placed = columns_by_ordinal(path, config.sources.item_column, columns, items)
     for spec in {
         each
         for model in bundle.values.values()
@@ -104,6 +95,22 @@ def write_item_features(
         writer.write_table(table)
     write_atomically(root / ITEM_FEATURES, memoryview(sink.getvalue()))
     return ITEM_FEATURES
+
+
+def columns_by_ordinal(
+    path: SourceFile, id_column: str, columns: Sequence[str], items: ItemTable
+) -> dict[str, Any]:
+    """Columns of a feature table as Arrow arrays with a value for each item, null for one that is not in it."""
+    batches = list(read_features(path, id_column, columns))
+    ordinals = np.concatenate([_ordinals(items, ids.texts()) for ids, _ in batches])
+    known = np.flatnonzero(ordinals >= 0)[::-1]  # of an item that comes twice, its first row
+    rows = np.full(items.count, -1, np.int64)
+    rows[ordinals[known]] = known
+    places = pa.array(rows, mask=rows < 0)
+    return {
+        name: pa.concat_arrays([wide(batch[name]) for _, batch in batches]).take(places)
+        for name in columns
+    }
 
 
 def _note_unusable(items: ItemTable, column: Any, spec: InputSpec, unusable: Unusable) -> None:

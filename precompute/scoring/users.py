@@ -1,7 +1,7 @@
 """Scoring the users of one shard: reading, encoding, scoring and writing overlap, a chunk of users at a time."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,7 +79,7 @@ class ShardWork:
             bundle=bundle,
             place=place,
             seconds=dict.fromkeys(("read", "tower", "topk", "write"), 0.0),
-            counts=dict.fromkeys(("entities", "scored", "short"), 0),
+            counts=dict.fromkeys(("entities", "scored", "short", "seen"), 0),
             unusable=Unusable(),
         )
 
@@ -205,6 +205,20 @@ class ShardWork:
             if table.kind == "user_topk"
         }
 
+    @property
+    def seen_files(self) -> tuple[str, ...]:
+        """Files of what users had, which filters leave out: where each one's items end, and the items; none without."""
+        if not self.build.config.sources.item_attributes:
+            return ()
+        return tuple(f"seen/{self.number:04d}.{part}" for part in ("ends", "items"))
+
+    def write_seen(self, chunk: Chunk, files: Sequence[GrowingFile]) -> None:
+        """Writes what the users of a chunk had, in hash order."""
+        ends, items = files
+        ends.write((self.counts["seen"] + chunk.seen.indptr[1:]).astype("<u8").tobytes())
+        items.write(chunk.seen.indices.astype("<u4").tobytes())
+        self.counts["seen"] += int(chunk.seen.indptr[-1])
+
     def write(self, chunk: Chunk, files: Mapping[str, PageFile], directory: GrowingFile) -> None:
         """Writes a chunk as records, in hash order."""
         at = cut_of(self.build.generation)
@@ -252,11 +266,14 @@ def score_users(
             for name, layout in work.layouts.items()
         }
         directory = stack.enter_context(GrowingFile(build.path(place)))
+        seen = [stack.enter_context(GrowingFile(build.path(each))) for each in work.seen_files]
         stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
         encoded = stages.ahead(work.encoded(stages.ahead(work.read(scratch))))
         for chunk in stages.ahead(work.scored(encoded)):
             with work.busy("write"):
                 work.write(chunk, files, directory)
+                if seen:
+                    work.write_seen(chunk, seen)
             progress(f"score shard {shard}", chunk.entities, chunk.total)
     count = work.counts["scored"]
     return {
@@ -267,5 +284,6 @@ def score_users(
         "unusable": work.unusable.to_json(),
         "seconds": {**work.seconds, "all": time.perf_counter() - started},
         "directory": asdict(build.describe(place)),
+        "seen": [asdict(build.describe(each)) for each in work.seen_files],
         "tables": {name: described(build, work.pages(name), count) for name in work.tables},
     }

@@ -15,12 +15,13 @@ from cache.errors import (
     SourceError,
     StoreError,
 )
-from cache.format.manifest import CUT_CHARS, WITH_WEIGHTS
+from cache.format.manifest import CUT_CHARS, MANIFEST_FORMAT, WITH_ATTRIBUTES, WITH_WEIGHTS
 from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path, take_file
 from precompute.builds.build import CUT_FORMAT, Build, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
 from precompute.builds.night import Night, StepRow
+from precompute.builds.seal import manifest_format
 from precompute.builds.sweeping import sweep
 from precompute.builds.vector_bundle import vector_bundle
 from precompute.bulk.headroom import writes_files
@@ -34,6 +35,7 @@ from precompute.erasures.erasure import Erased, all_erasures
 from precompute.erasures.host_records import note_left_out
 from precompute.partitions import catalogue
 from precompute.partitions.holdout import Holdout
+from precompute.partitions.item_attributes import paths_of, write_item_attributes
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import kinds_of
 from precompute.releases.registry import open_releases
@@ -46,6 +48,10 @@ from precompute.sources.files import all_files, pin
 from precompute.sources.formats import INTERACTIONS
 from precompute.sources.unusable import Unusable, merged
 
+_WRITERS = {
+    WITH_WEIGHTS: "a night of a model with weights beside its file writes",
+    WITH_ATTRIBUTES: "a night of items with attributes writes",
+}
 ERASURE_LOOKS = 10
 CLOCKS_DIFFER_S = 300.0
 """Seconds by which the clock of whoever chose a cut may be ahead of Redis'."""
@@ -98,20 +104,20 @@ def in_night(night: Night) -> StepRow:
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
         progress=night.progress,
     )  # fmt: skip
+    name = found["generation"]
     if found["already_live"]:
-        return StepRow(found, f"{found['generation']} is live already")
-    build = Build(night.config, night.config.store(), found["generation"])
-    return StepRow(found, f"{found['generation']} ({_read(build.read_report('begin') or {})})")
+        return StepRow(found, f"{name} is live already")
+    begun = Build(night.config, night.config.store(), name).need("begin")
+    return StepRow(found, f"{name} ({_read(begun)})")
 
 
 def _read(begun: Mapping[str, Any]) -> str:
     """Number of interactions that were read, and of rows that were left out, in words."""
-    seen = begun.get("unusable", {}).get(INTERACTIONS)
-    if not seen:
+    if not (seen := begun["unusable"].get(INTERACTIONS)):
         return "no interactions"
+    reasons = ", ".join(f"{each['rows']:,} {why}" for why, each in seen["reasons"].items())
     told = f"{begun['interactions']:,} interactions of {seen['rows']:,} rows"
-    reasons = [f"{each['rows']:,} {why}" for why, each in seen["reasons"].items()]
-    return told + (f"; left out: {', '.join(reasons)}" if reasons else "")
+    return f"{told}; left out: {reasons}" if reasons else told
 
 
 def _demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:
@@ -154,9 +160,8 @@ def _begin(
         generation = generation_id(cut, config, bundle.digest, inputs_digest)
         build = Build(config, store, generation)
         with open_releases(config) as releases:
-            if bundle.has_weights:
-                what = "a night of a model with weights beside its file writes"
-                demand_readers(releases.control, {MANIFEST: WITH_WEIGHTS}, what)
+            if (version := manifest_format(config, bundle)) != MANIFEST_FORMAT:
+                demand_readers(releases.control, {MANIFEST: version}, _WRITERS[version])
             state = releases.state(generation)
             found: Step = {
                 "generation": generation,
@@ -211,6 +216,7 @@ def _prepare(
             config, bundle, build.root, erased=erased.items, unusable=unusable
         )
         items = catalogue.open_items(build.root, laid)
+        attributes = write_item_attributes(config, items, build.root, unusable=unusable)
         seen = partition(
             config,
             items,
@@ -239,6 +245,7 @@ def _prepare(
         *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
         *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in kinds),
         *([item_columns] if item_columns else []),
+        *paths_of(attributes),
         holdout.write(build.root),
         *(f"bundle/{name}" for name in pinned),
     ]  # fmt: skip
@@ -247,7 +254,7 @@ def _prepare(
         **facts, **laid,
         "bundle_files": pinned,
         "user_seed": seen.seed, "users": seen.users, "interactions": seen.interactions,
-        "unknown_items": seen.unknown_items,
+        "unknown_items": seen.unknown_items, "attributes": attributes,
         "unusable": merged([unusable.to_json(), seen.unusable.to_json()]),
         "seconds": time.perf_counter() - started,
     })  # fmt: skip

@@ -50,6 +50,7 @@ def run_shard(
         described = [*users["tables"].values(), *items["tables"].values()]
         made.finish(
             users["directory"]["path"],
+            *(each["path"] for each in users["seen"]),
             *(each[kind]["path"] for each in described for kind in ("file", "sums")),
         )
         report = {

@@ -76,6 +76,7 @@ class Ranking(Origin):
     unknown: Annotated[tuple[str, ...], Say("Candidates that the generation does not have")] = ()
     blocked: Annotated[tuple[str, ...], Say("Candidates on the blocklist")] = ()
     excluded: Annotated[tuple[str, ...], Say("Candidates in the sent history")] = ()
+    filtered: Annotated[tuple[str, ...], Say("Candidates that do not pass the filter", TOLD)] = ()
     unscored: Annotated[tuple[str, ...], Say("Candidates for which there is no vector of the user", TOLD)] = ()
 # fmt: on
 

@@ -54,6 +54,8 @@ class Options:
     max_age_seconds: float | None = None
     generation: str | None = None
     canary_key: Id | None = None
+    filter: Mapping[str, Any] | None = None
+    """Expression over attributes of items, such as `{"<": ["price", 20]}`: only what passes it is answered."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a deadline that no wait can have."""
@@ -71,6 +73,8 @@ class Options:
             body["exclude"] = as_ids(self.exclude)
         if self.canary_key is not None:
             body["canary_key"] = as_id(self.canary_key)
+        if self.filter is not None:
+            body["filter"] = dict(self.filter)
         return {name: value for name, value in body.items() if value is not None}
 
 
@@ -173,10 +177,13 @@ def _numbers(entity: Entity) -> int:
 
 
 def _texts(options: Options) -> dict[str, str]:
-    return {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in options.to_json().items()
-    }
+    return {name: _text(value) for name, value in options.to_json().items()}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return orjson.dumps(value).decode()
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _table(table: str | None) -> str:

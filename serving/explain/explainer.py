@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.errors import CorruptArtefact
+from cache.filters.masks import Passing
 from cache.format.records.codec import Record, decode
 from cache.format.records.layout import is_live, peek_format
 from cache.l2.data_plane import DataPlane
@@ -26,6 +27,7 @@ from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
 from serving.lookup.entity import Case, cases_of, want_of_previous
 from serving.lookup.micro_batcher import MicroBatcher
+from serving.ranking.filters import Filters
 from serving.rendering.answer_fields import Prediction, from_defaults, from_record
 from serving.requests.errors import Problem, unprocessable
 from serving.requests.models import Ask
@@ -45,6 +47,7 @@ class Explainer:
         batcher: MicroBatcher,
         admission: Admission,
         store: ArtefactStore,
+        filters: Filters,
         *,
         in_thread: InThread,
     ) -> None:
@@ -52,6 +55,7 @@ class Explainer:
         self._looking = looking = Looking(tiers, remote)
         self._pages = PageChecks(looking, remote.control.keyspace, store, in_thread)
         self._rescorer = Rescorer(batcher, admission, looking)
+        self._filters = filters
         self._under_way = 0
         self._unheard = Unheard()
 
@@ -70,6 +74,7 @@ class Explainer:
     async def _told(self, holding: Holding, ask: Ask) -> dict[str, Any]:
         snapshot = holding.live
         (case,) = await cases_of(snapshot, ask)
+        passing = await self._filters.passing(snapshot, ask.options.filter)
         table, want, raw = case.table, case.want, case.entity.raw
         l1, l2 = self._looking.l1(snapshot.view, want), await self._looking.l2(snapshot.view, want)
         beside = self._looking.beside(snapshot.view, want)
@@ -100,6 +105,7 @@ class Explainer:
             "l2": self._tier(l2),
             "same_bytes": _same(l1, l2),
             "record": None,
+            "filter": passing and {"passing": passing.count, "items": snapshot.items.count},
             "previous": previous,
             "model": said.told(),
             "difference": None,
@@ -110,6 +116,8 @@ class Explainer:
         if shown is not None:
             prediction = records.prediction(shown[0])
             told["record"] = _record(*shown, prediction)
+            if passing is not None and shown[0].items is not None:
+                told["filter"] |= _within(records.prediction(shown[0], passing), case.k)
             if now is not None:
                 told["difference"] = difference(prediction, now)
         if answer["tier"] == Source.DEFAULT and raw is not None:
@@ -183,10 +191,10 @@ class Records:
         """The first record that can be read."""
         return next(iter(self._readable(outcomes)), None)
 
-    def prediction(self, record: Record) -> Prediction:
-        """Prediction as it would be answered: without what is blocked, seen or beyond `k`."""
+    def prediction(self, record: Record, passing: Passing | None = None) -> Prediction:
+        """Prediction as it would be answered: without what is blocked, seen, filtered out or beyond `k`."""
         case = self.case
-        return from_record(self.snapshot, case.table, record, case.k, (self.barred,))
+        return from_record(self.snapshot, case.table, record, case.k, (self.barred,), passing)
 
     def _readable(self, outcomes: tuple[Outcome | None, ...]) -> list[tuple[Record, Found]]:
         found = [each for each in outcomes if isinstance(each, Found)]
@@ -198,6 +206,12 @@ class Records:
             return self.case.decoded(self.snapshot, found.record)
         except CorruptArtefact:
             return None
+
+
+def _within(prediction: Prediction, k: int) -> dict[str, Any]:
+    """Items of the stored list that pass the filter, and what a lookup answers from: that, or vectors."""
+    items = prediction["items"]
+    return {"items_of_list": items, "from": "list" if len(items) == k else "vectors"}
 
 
 def _record(record: Record, found: Found, prediction: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from cache.tiers.inspector import Looking
 from cache.tiers.results import Found, MissReason
 from serving.admission.controller import Admission
 from serving.generations.snapshot import Snapshot
-from serving.lookup.candidate_scoring import vector_table
 from serving.lookup.entity import Case, want_in
 from serving.lookup.micro_batcher import Job, LiveUnavailable, MicroBatcher
+from serving.ranking.user_vectors import vector_table
 from serving.requests.errors import Problem
 
 LIVE_S = 2.0

@@ -86,7 +86,8 @@ class Posted:
             service.metrics.stage("parse", service.timer() - started)
             spend(scope, len(ask.entities))
             ask = Ask(ask.entities, fast_parse.tighter(ask.options, deadline_s))
-            answers = await service.ladder.lookup(holding, ask, started)
+            lookup = service.ladder.lookup if ask.options.filter is None else service.filtered
+            answers = await lookup(holding, ask, started)
         except (Problem, InvalidInput) as error:
             refuse(scope, error)
             return None

@@ -15,10 +15,12 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact, LarderError
+from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import hash_id, input_digest
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Artefact, Manifest, Table
+from cache.format.seen import SeenItems
 from cache.model.predictor import Predictor
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import Blocklist
@@ -62,6 +64,10 @@ class Snapshot:
     blocklist: Blocklist
     blocked: frozenset[int]
     blocked_ordinals: NDArray[np.int64]
+    filtering: Filtering | None = None
+    """Filters over its items; None where these have no attributes."""
+    seen: SeenItems | None = None
+    """Items that users had, where there are filters."""
     stamp: int = field(init=False, default_factory=itertools.count(1).__next__)
     """Number of this very value: also the same generation under another blocklist or release has another one."""
 
@@ -109,6 +115,8 @@ class Snapshot:
             blocklist=blocklist,
             blocked=blocked,
             blocked_ordinals=blocked_ordinals,
+            filtering=Filtering.open(root, manifest, items),
+            seen=SeenItems.open(root, manifest, directories["user"]),
         )
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:

@@ -58,6 +58,13 @@ OPTIONS: Json = {
         "description": "Decides whether a canary answers, if one runs: the same key always meets the same generation. "
         "By default the user, if the request is about one user alone; without either the live one answers",
     },
+    "filter": {
+        "type": "object",
+        "minProperties": 1,
+        "maxProperties": 1,
+        "description": "Only items that pass, by their attributes: one operator (and, or, not; ==, in, <, <=, >, >=, "
+        'contains, exists) and what it takes, such as {"<": ["price", 20]}; in a URL it is the JSON text of that',
+    },
 }
 
 

@@ -5,7 +5,10 @@ from serving.http.answer_schema import ARROW_ANSWERS, ERROR, HEALTH
 from serving.http.json_schema import ARROW_LOOKUP, OPTIONS, Json
 
 BEARER = "bearer"
-_QUERY: Json = {name: OPTIONS[name] for name in OPTIONS if name != "exclude"}
+_QUERY: Json = {
+    **{name: OPTIONS[name] for name in OPTIONS if name != "exclude"},
+    "filter": {"type": "string", "description": OPTIONS["filter"]["description"]},
+}
 _HEADERS: list[tuple[str, str, Json]] = [
     (
         "header",

@@ -18,8 +18,9 @@ from serving.http.endpoint import Guard, Handler
 from serving.http.generations_view import overview
 from serving.http.json_schema import Json
 from serving.http.service import Service
-from serving.lookup.candidate_scoring import rank_candidates, vector_table
 from serving.metrics.registry import CONTENT_TYPE
+from serving.ranking.candidate_scoring import rank_candidates
+from serving.ranking.user_vectors import vector_table
 from serving.rendering.answer_fields import Answer
 from serving.rendering.arrow_batch import answers_stream
 from serving.requests.bodies import as_arrow, as_json, read_body
@@ -79,7 +80,7 @@ def routes(service: Service) -> APIRouter:
         live = service.holding()
         user = ask.user.of_table(vector_table(live.live).name)
         holding, part = service.trial.route(live, (user,), ask.options)
-        answer = await rank_candidates(service.ladder, holding, ask, started)
+        answer = await rank_candidates(service.ladder, service.filters, holding, ask, started)
         service.trial.count(
             part, [{"source": answer["source"]}]
         )  # its scores are of the caller's items
@@ -189,7 +190,8 @@ async def _answers(
     ask = Ask(ask.entities, _with_headers(service, request, ask.options))
     service.metrics.stage("parse", service.timer() - started)
     holding, part = service.trial.route(service.holding(), ask.entities, ask.options)
-    answers = await service.ladder.lookup(holding, ask, started)
+    lookup = service.ladder.lookup if ask.options.filter is None else service.filtered
+    answers = await lookup(holding, ask, started)
     service.trial.count(part, answers)
     return service.marked(answers), holding.pinned(ask.options.generation).live
 

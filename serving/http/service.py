@@ -7,6 +7,7 @@ from serving.dashboard.service import Dashboard
 from serving.explain.explainer import Explainer
 from serving.lookup.service import LookupService
 from serving.quality.monitor import QualityMonitor
+from serving.ranking.filters import Filters
 from serving.replica.canary_router import CanaryRouter
 from serving.replica.freshness import Nights
 
@@ -23,3 +24,4 @@ class Service(LookupService):
     dashboard: Dashboard
     explainer: Explainer
     quality: QualityMonitor
+    filters: Filters

@@ -4,6 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.filters.masks import Passing
 from cache.format.records.codec import Record
 from cache.tiers.results import MissReason
 from serving.answers.sources import STORED, Source
@@ -24,6 +28,7 @@ class Turn:
     started: float
     deadline: float
     _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
+    _passing: dict[str, Passing] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: RequestOptions, started: float) -> Self:
@@ -40,6 +45,17 @@ class Turn:
             found = self._excluded[snapshot.generation] = frozenset(ordinals.tolist())
         return found
 
+    def passes(self, snapshot: Snapshot, passing: Passing) -> None:
+        """Notes which items of a generation pass the filter."""
+        self._passing[snapshot.generation] = passing
+
+    def passing(self, snapshot: Snapshot) -> Passing | None:
+        """Items of a generation that pass the filter; None where there is none, or the generation cannot take it."""
+        return self._passing.get(snapshot.generation)
+
+
+Searched = tuple[NDArray[np.uint32], NDArray[np.float32]]
+"""Ordinals and scores, best first."""
 
 _UNTOLD = (MissReason.NEGATIVE, MissReason.UNREAD)
 _NOWHERE = MissReason.NOT_IN_GENERATION
@@ -70,27 +86,65 @@ class Reply:
         *,
         least: int = 1,
     ) -> None:
-        """Answers, unless fewer than `least` items of the list are left: that is for a lower rung."""
+        """Answers, unless fewer than `least` items of the list are left: that is for a lower rung.
+
+        Where fewer than k pass a filter, that is kept: a search by vectors may find more.
+        """
         table = snapshot.manifest.tables[case.table.name]
         barred: Barred = (turn.excluded(snapshot),)
         # A live record was computed from this very history, and leaves it out.
         if source is not Source.LIVE and table.kind == "topk" and case.entity.history:
             barred += (case.history_in(snapshot).seen,)
-        prediction = from_record(snapshot, table, record, case.k, barred)
+        passing = turn.passing(snapshot)
+        if turn.options.filter is not None and passing is None:
+            return
+        prediction = from_record(snapshot, table, record, case.k, barred, passing)
         if record.items is not None:
             left = len(prediction["items"])
-            if left == 0 or left < min(least, len(record.items)):
+            # A list that is not full holds all that the entity may have.
+            if passing is not None and left < case.k and len(record.items) == table.layout.width:
+                case.reason = MissReason.FILTERED
+                case.partial = prediction, source, "live" if record.live else "batch"
+                return
+            if passing is None and (left == 0 or left < min(least, len(record.items))):
                 case.reason = MissReason.EXHAUSTED
                 return
         producer = "live" if record.live else "batch"
         self._finish(case, prediction, snapshot, source, producer, turn, record.told)
         self._note(case, snapshot, source, producer, barred)
 
+    def searched(
+        self,
+        case: Case,
+        snapshot: Snapshot,
+        found: Searched,
+        source: Source,
+        producer: str,
+        turn: Turn,
+    ) -> None:
+        """Answers with the best of what passes the filter."""
+        items, scores = found
+        prediction: Prediction = {
+            "items": snapshot.items.ids_of(items), "scores": scores, "short": len(items) < case.k,
+        }  # fmt: skip
+        case.reason = None
+        self._finish(case, prediction, snapshot, source, producer, turn, {})
+
+    def settle(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
+        """Answers with what of a list passes the filter; that others may pass as well is told by the reason."""
+        if case.partial is None:
+            self.default(case, snapshot, turn)
+            return
+        prediction, source, producer = case.partial
+        self._finish(case, prediction | {"short": False}, snapshot, source, producer, turn, {})
+
     def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         """Answers with what holds for everybody."""
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
         barred = (turn.excluded(snapshot),)
-        prediction = from_defaults(snapshot, case.table, case.entity, case.k, barred)
+        prediction = from_defaults(
+            snapshot, case.table, case.entity, case.k, barred, turn.passing(snapshot)
+        )
         producer = "defaults" if case.table.kind == "topk" else None
         self._finish(case, prediction, snapshot, Source.DEFAULT, producer, turn, {})
 

@@ -10,8 +10,9 @@ from cache.format.manifest import Table
 from cache.format.records.codec import Record, decode
 from cache.model.predictor import LiveInput
 from cache.tiers.results import Found, Missed, MissReason, Outcome, Want
+from serving.answers.sources import Source
 from serving.generations.snapshot import Snapshot
-from serving.rendering.answer_fields import Answer, History, history_in
+from serving.rendering.answer_fields import Answer, History, Prediction, history_in
 from serving.requests.errors import Problem, from_input
 from serving.requests.models import Ask, RequestedEntity
 
@@ -56,6 +57,8 @@ class Case:
     found: Found | None = None
     answer: Answer | None = None
     dropped: int | None = None
+    partial: tuple[Prediction, Source, str] | None = None
+    """Part of a list that passes a filter, its source and its producer, where that is less than was asked for."""
     _history: tuple[str, History] | None = None
 
     def take(self, outcome: Outcome) -> None:
@@ -191,8 +194,10 @@ def _check_features(snapshot: Snapshot, table: Table, entity: RequestedEntity) -
 
 
 def still_open(cases: Sequence[Case]) -> list[Case]:
-    """Cases without an answer yet."""
-    return [case for case in cases if case.answer is None]
+    """Cases without an answer yet, but those of whose list too little passes a filter: no rung has more of it."""
+    return [
+        case for case in cases if case.answer is None and case.reason is not MissReason.FILTERED
+    ]
 
 
 def want_of_previous(previous: Snapshot, case: Case) -> Want | str:

@@ -73,7 +73,7 @@ class Ladder:
         self._tiers = tiers
         self._inferences = inferences
         self._metrics = metrics
-        self._reply = Reply(metrics, self.watch, timer, clock)
+        self.reply = Reply(metrics, self.watch, timer, clock)
         self._l2_deadline_s = l2_deadline_s
         self._timer = timer
         self._clock = clock
@@ -95,6 +95,8 @@ class Ladder:
     async def resolve(self, holding: Holding, cases: Sequence[Case], turn: Turn) -> list[Answer]:
         """Answers each case once, in order: from the first rung that can.
 
+        What passes a filter too rarely is left without one: a search by vectors is for who asked under it.
+
         The one way to an answer, whoever asks. A case may come with what the tiers hold of it (`Case.take`), read in
         whatever way was cheapest for many: then that is judged here, and not read again.
         """
@@ -114,7 +116,7 @@ class Ladder:
             log.exception("answering failed")
             for case in still_open(cases):
                 case.reason = MissReason.INTERNAL_ERROR
-                self._reply.default(case, live, turn)
+                self.reply.default(case, live, turn)
         return [case.answer for case in cases if case.answer is not None]
 
     def l2_deadline(self, options: RequestOptions, started: float, commands: int = 1) -> float:
@@ -157,7 +159,7 @@ class Ladder:
         # Live knows more than fits into a record; an answer that is live itself would only come out the same.
         deeper = case.entity.has_input and case.may_compute(snapshot) and not record.live
         least = turn.options.k if deeper and turn.options.k is not None else 1
-        self._reply.answer(case, snapshot, record, Source(found.tier), turn, least=least)
+        self.reply.answer(case, snapshot, record, Source(found.tier), turn, least=least)
 
     def _spoilt(self, case: Case, snapshot: Snapshot) -> None:
         log.warning("a stored record of %s cannot be read", case.table.name, exc_info=True)
@@ -209,12 +211,12 @@ class Ladder:
         case.dropped = computed.dropped
         try:
             record = case.decoded(snapshot, computed.record)
-            self._reply.answer(case, snapshot, record, Source.LIVE, turn)
+            self.reply.answer(case, snapshot, record, Source.LIVE, turn)
         except Exception:  # as for a stored one
             log.warning("a live record of %s cannot be read", case.table.name, exc_info=True)
             self._tiers.discard(snapshot.view, case.want)
             case.live_reason = MissReason.CORRUPT
-        if case.answer is None and case.live_reason is None:
+        if case.answer is None and case.live_reason is None and case.reason != MissReason.FILTERED:
             case.reason, case.live_reason = missed, MissReason.EXHAUSTED
 
     async def _settle_for_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
@@ -237,7 +239,7 @@ class Ladder:
                 record = case.decoded(snapshot, found.record)
                 if turn.options.fresh:
                     case.reason = case.reason or MissReason.FRESH_UNAVAILABLE
-                self._reply.answer(case, snapshot, record, Source(found.tier), turn)
+                self.reply.answer(case, snapshot, record, Source(found.tier), turn)
             except Exception:  # as above
                 self._spoilt(case, snapshot)
 
@@ -262,7 +264,7 @@ class Ladder:
             missed = case.reason
             try:
                 record = decode(want.table.layout, outcome.record, previous.items.count)
-                self._reply.answer(case, previous, record, Source.PREVIOUS, turn)
+                self.reply.answer(case, previous, record, Source.PREVIOUS, turn)
             except Exception:  # as for a record of this night, whose reason stays
                 log.warning("an older record of %s cannot be read", want.table.name, exc_info=True)
                 self._tiers.discard(previous.view, want)
@@ -275,7 +277,7 @@ class Ladder:
         pace = YieldPacer()
         for case in cases:
             await pace.step(case.entity)
-            self._reply.default(case, holding.live, turn)
+            self.reply.default(case, holding.live, turn)
 
 
 def _is_worth(case: Case, snapshot: Snapshot) -> bool:

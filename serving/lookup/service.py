@@ -1,7 +1,7 @@
 """The parts that answer a lookup, and what every answer has to know of the replica."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from cache.tiers.tiered import Tiered
@@ -15,18 +15,20 @@ from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
 from serving.requests.errors import Problem
 from serving.requests.fast_parse import Headers
-from serving.requests.models import Limits
+from serving.requests.models import Ask, Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupService:
     """The running parts between a request and its answer, with the bounds of what a request may ask for.
 
-    `l2_bound_s` tells how long a read of L2 may take now; without `observes` nothing is noted for the dashboard.
+    `filtered` is the ladder's `lookup` for who asks under a filter. `l2_bound_s` tells how long a read of L2 may take
+    now; without `observes` nothing is noted for the dashboard.
     """
 
     follower: Follower
     ladder: Ladder
+    filtered: Callable[[Holding, Ask, float], Awaitable[list[Answer]]]
     metrics: Metrics
     limits: Limits
     body_bytes: int

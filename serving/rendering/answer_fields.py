@@ -7,6 +7,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache.filters.masks import Passing
 from cache.format.manifest import Table
 from cache.format.records.codec import Record
 from serving.answers.sources import Source
@@ -31,18 +32,28 @@ _NO_HISTORY = History(frozenset(), 0)
 
 
 def from_record(
-    snapshot: Snapshot, table: Table, record: Record, k: int, barred: Barred
+    snapshot: Snapshot,
+    table: Table,
+    record: Record,
+    k: int,
+    barred: Barred,
+    passing: Passing | None = None,
 ) -> Prediction:
-    """The prediction itself, from a stored or a live record, without the ordinals that are barred."""
+    """The prediction itself, from a stored or a live record, without the ordinals that are barred or do not pass."""
     if record.items is not None:
-        return _top(snapshot, record.items, record.numbers, k, barred)
+        return _top(snapshot, record.items, record.numbers, k, barred, passing)
     if table.kind == "vector":
         return {"vector": record.numbers}
     return {"values": record.numbers, "labels": table.labels}
 
 
 def from_defaults(
-    snapshot: Snapshot, table: Table, entity: RequestedEntity, k: int, barred: Barred
+    snapshot: Snapshot,
+    table: Table,
+    entity: RequestedEntity,
+    k: int,
+    barred: Barred,
+    passing: Passing | None = None,
 ) -> Prediction:
     """A popular list for top-K without the sent history; null elsewhere: a made-up vector would be a wrong answer."""
     if table.kind == "vector":
@@ -56,7 +67,7 @@ def from_defaults(
     if table.entity == "item" and entity.raw is not None:
         # An item is not similar to itself, however popular it is.
         barred = (*barred, default.among((entity.raw,)))
-    return _top(snapshot, default.items, default.scores, k, barred)
+    return _top(snapshot, default.items, default.scores, k, barred, passing)
 
 
 def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> History:
@@ -74,8 +85,12 @@ def _top(
     scores: NDArray[np.float32],
     k: int,
     barred: Barred,
+    passing: Passing | None,
 ) -> Prediction:
-    """The first k of a list, in its order, without what is barred or blocked."""
+    """The first k of a list, in its order, without what is barred, blocked or does not pass."""
+    if passing is not None:
+        kept = passing.among(items)
+        items, scores = items[kept], scores[kept]
     left_out = [each for each in (*barred, snapshot.blocked) if each]
     if left_out:
         ordinals = items.tolist()

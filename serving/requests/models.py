@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
+from cache.filters.expression import Filter
 from cache.format.ids import FeatureValue
 
 
@@ -57,6 +58,7 @@ class RequestOptions:
     max_age_s: float | None = None
     generation: str | None = None
     canary_key: bytes | None = None
+    filter: Filter | None = None
 
 
 @dataclass(frozen=True, slots=True)

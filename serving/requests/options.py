@@ -7,13 +7,17 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qsl
 
-from serving.requests.errors import unprocessable
+import orjson
+
+from cache.filters.expression import Filter, InvalidFilter, read_filter
+from serving.requests.errors import from_input, unprocessable
 from serving.requests.fields import read_id, read_ids, read_object
 from serving.requests.models import Limits, RequestOptions
 
 _QUERY_FIELDS = frozenset(
-    {"k", "fresh", "max_age_seconds", "generation", "deadline_ms", "canary_key"}
+    {"k", "fresh", "max_age_seconds", "generation", "deadline_ms", "canary_key", "filter"}
 )
+_FILTER_CHARS_MAX = 16_384
 _WHOLE = re.compile(r"-?[0-9]+")
 _DIGITS_MAX = 18
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
@@ -38,6 +42,7 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
         max_age_s=_max_age(data.get("max_age_seconds")),
         generation=generation,
         canary_key=_key(data.get("canary_key"), "canary_key"),
+        filter=_filter(data.get("filter")),
     )
 
 
@@ -69,6 +74,7 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
         max_age_s=_max_age(_number(data.get("max_age_seconds"), "max_age_seconds")),
         generation=data.get("generation"),
         canary_key=_key(data.get("canary_key"), "canary_key"),
+        filter=_filter_of_text(data.get("filter")),
     )
 
 
@@ -93,6 +99,27 @@ def with_headers(
 
 def _key(value: object, field: str) -> bytes | None:
     return None if value is None else read_id(value, field)
+
+
+def _filter(value: object) -> Filter | None:
+    if value is None:
+        return None
+    try:
+        return read_filter(value)
+    except InvalidFilter as error:
+        raise from_input(error, "filter") from error
+
+
+def _filter_of_text(text: str | None) -> Filter | None:
+    if text is None:
+        return None
+    if len(text) > _FILTER_CHARS_MAX:
+        what = f"filter has at most {_FILTER_CHARS_MAX} characters here"
+        raise unprocessable("invalid_filter", what, "filter", limit=_FILTER_CHARS_MAX)
+    try:
+        return _filter(orjson.loads(text))
+    except orjson.JSONDecodeError as error:
+        raise unprocessable("invalid_filter", f"filter is not JSON: {error}", "filter") from error
 
 
 def _pairs(query: bytes) -> dict[str, str]:

@@ -40,6 +40,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[S
     (folder / "etc").mkdir()
     names = {
         ".venv/bin/python": "python",
+        ".venv/bin/larder": "larder",
         "/etc/larder": str(folder / "etc"),
         "GENERATION": generation,
         "u-00042": "42",  # as the demo calls them

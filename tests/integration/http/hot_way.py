@@ -55,7 +55,7 @@ class Ways:
         assert self.app.fast is not None
         self.hot = Hot(self.service, clock=lambda: NOW)
         ladder: Any = self.service.ladder
-        ladder._clock = ladder._reply._clock = lambda: NOW
+        ladder._clock = ladder.reply._clock = lambda: NOW
 
     @property
     def service(self) -> Service:

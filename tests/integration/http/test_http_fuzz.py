@@ -144,7 +144,7 @@ def court(night: NightConfig) -> Iterator[Court]:
         runner.run(life.__aenter__())
         app.fast = app.wire = Hot(app.state.service, clock=lambda: NOW)
         ladder: Any = app.state.service.ladder
-        ladder._clock = ladder._reply._clock = lambda: NOW
+        ladder._clock = ladder.reply._clock = lambda: NOW
         found = Court(
             runner, state, shared, sorted(histories(night))[:6],
             lambda: ours(config, state, {}), lambda: HttpToolsProtocol(config, state, {}),

@@ -101,7 +101,7 @@ def table(report: Report) -> str:
 def elsewhere(python: str, name: str) -> dict[str, Any]:
     """The same by another interpreter."""
     found = subprocess.run(
-        [python, "-m", "tests.bench.models", "--only", name, "--json"],
+        [python, "-m", "tests.bench.fitted.models", "--only", name, "--json"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
         timeout=900,
     )  # fmt: skip

@@ -6,19 +6,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.manifest import Table
+from cache.filters.masks import Passing
 from cache.format.records.layout import Layout
 from cache.model.ranking import Metric, score
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.ladder import Ladder
+from serving.ranking.filters import Filters
+from serving.ranking.user_vectors import metric_of, vector_table
 from serving.rendering.answer_fields import Answer, history_in
-from serving.requests.errors import Problem
 from serving.requests.models import Ask, ScoreAsk
 
 
 async def rank_candidates(
-    ladder: Ladder, holding: Holding, ask: ScoreAsk, started: float
+    ladder: Ladder, filters: Filters, holding: Holding, ask: ScoreAsk, started: float
 ) -> Answer:
     """Scores in rank order: the user's vector (from whatever rung has it) times the item vectors of its generation.
 
@@ -26,16 +27,19 @@ async def rank_candidates(
     the precision of the stored vector may have changed: candidates whose scores are closer than twice that may stand
     in either order. It is 0 where vectors are kept as f4, which ranks as the night did.
 
-    What cannot be scored is named: `unknown`, `blocked`, `excluded` (the sent history).
+    What cannot be scored is named: `unknown`, `blocked`, `excluded` (the sent history), `filtered`.
     """
     holding = holding.pinned(ask.options.generation)
+    passing = await filters.passing(holding.live, ask.options.filter)
     table = vector_table(holding.live)
     user = ask.user.of_table(table.name)
-    options = replace(ask.options, fresh=ask.options.fresh or user.has_input)
+    options = replace(ask.options, fresh=ask.options.fresh or user.has_input, filter=None)
     answer = (await ladder.lookup(holding, Ask((user,), options), started))[0]
     snapshot = holding.find(answer["generation"]) or holding.live
     vector = answer.pop("vector")
-    ordinals, named = _sorted_out(snapshot, ask)
+    if snapshot is not holding.live:
+        passing = await filters.passing(snapshot, ask.options.filter)
+    ordinals, named = _sorted_out(snapshot, ask, passing)
     answer |= {"items": [], "scores": []}
     if vector is not None and ordinals:
         layout = snapshot.manifest.tables[table.name].layout
@@ -45,17 +49,6 @@ async def rank_candidates(
     return answer | named
 
 
-def vector_table(snapshot: Snapshot) -> Table:
-    """The user vectors whose products with the item vectors mean something; 404 when the generation has none."""
-    dims = snapshot.manifest.items.dims
-    for table in snapshot.manifest.tables.values():
-        if table.kind == "vector" and table.entity == "user" and table.layout.width == dims:
-            return table
-    raise Problem(
-        404, "unknown_table", "this generation has no user vectors to score with", field="table"
-    )
-
-
 def _ranked(
     snapshot: Snapshot,
     layout: Layout,
@@ -63,7 +56,7 @@ def _ranked(
     ordinals: NDArray[np.int64],
     k: int | None,
 ) -> dict[str, Any]:
-    metric = _metric(snapshot)
+    metric = metric_of(snapshot)
     scores = score(vector[None, :], snapshot.items.vectors, ordinals[None, :], metric)[0]
     order = np.lexsort((ordinals, -scores))[:k]
     return {
@@ -92,28 +85,26 @@ def score_tolerance(
     return float(moved.max(initial=0))
 
 
-def _metric(snapshot: Snapshot) -> Metric:
-    """Metric that the night ranked this generation's top-K lists by; the inner product where there are none."""
-    manifest = snapshot.manifest
-    for table in manifest.tables.values():
-        name = table.producer.index
-        if table.producer.kind == "topk" and name is not None and name in manifest.indexes:
-            return manifest.indexes[name].metric
-    return "inner_product"
-
-
-def _sorted_out(snapshot: Snapshot, ask: ScoreAsk) -> tuple[list[int], dict[str, list[str]]]:
+def _sorted_out(
+    snapshot: Snapshot, ask: ScoreAsk, passing: Passing | None
+) -> tuple[list[int], dict[str, list[str]]]:
     history = history_in(snapshot, ask.user.history).seen
     ordinals: dict[int, None] = {}
     named: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
-    found = snapshot.items.ordinals_of(ask.items).tolist()
-    for raw, ordinal in zip(ask.items, found, strict=True):
+    found = snapshot.items.ordinals_of(ask.items)
+    passes = [True] * len(found)
+    if passing is not None:
+        named["filtered"] = []
+        passes = passing.among(np.maximum(found, 0)).tolist()
+    for raw, ordinal, is_wanted in zip(ask.items, found.tolist(), passes, strict=True):
         if ordinal < 0:
             named["unknown"].append(raw.decode())
         elif ordinal in snapshot.blocked:
             named["blocked"].append(raw.decode())
         elif ordinal in history:
             named["excluded"].append(raw.decode())
+        elif not is_wanted:
+            named["filtered"].append(raw.decode())
         else:
             ordinals[ordinal] = None
     return list(ordinals), named

@@ -9,7 +9,8 @@ from cache.format.ids import fingerprint
 from cache.format.records.codec import decode, encode_numbers
 from cache.format.records.layout import Layout
 from serving.generations.served_set import Holding
-from serving.lookup.candidate_scoring import rank_candidates, score_tolerance
+from serving.ranking.candidate_scoring import rank_candidates, score_tolerance
+from serving.ranking.filters import Filters
 from serving.requests.models import RequestOptions, ScoreAsk
 from tests.unit.serving.world import World, entity, ids
 
@@ -22,7 +23,7 @@ async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> 
     async def ranked(user):
         ask = ScoreAsk(user, candidates, options)
         now = asyncio.get_running_loop().time()
-        return await rank_candidates(world.ladder, holding, ask, now)
+        return await rank_candidates(world.ladder, Filters(), holding, ask, now)
 
     stored = await ranked(entity("u1", ""))
     live = [await ranked(entity("u1", "", history=ids("i3"))) for _ in range(2)]

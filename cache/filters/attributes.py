@@ -1,0 +1,109 @@
+"""Attributes of a generation's items: typed columns by ordinal, mapped from its files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.directory import map_file
+from cache.format.manifest import Attribute, AttributeKind, Manifest
+
+NO_CODE: Final = np.uint32(0xFFFF_FFFF)
+"""Code of a text that an item does not have."""
+NO_FLAG: Final = 2
+"""Value of a flag that an item does not have."""
+NO_TIME: Final = np.iinfo(np.int64).min
+"""Value of a time that an item does not have; of a number it is NaN."""
+
+DTYPES: Final[Mapping[AttributeKind, str]] = {
+    "text": "<u4", "texts": "<u4", "number": "<f8", "flag": "u1", "time": "<i8",
+}  # fmt: skip
+"""Kind -> dtype of its values: codes of texts, numbers, 0 or 1, microseconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Names:
+    """Texts of a column, each once, in the order of their UTF-8: code c is bytes `offsets[c]` to `offsets[c + 1]`."""
+
+    data: NDArray[np.uint8]
+    offsets: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def raw(self, code: int) -> bytes:
+        """UTF-8 of a code's text."""
+        return self.data[int(self.offsets[code]) : int(self.offsets[code + 1])].tobytes()
+
+    def code_of(self, text: str) -> int:
+        """Code of a text, -1 if no item has it; found by halving."""
+        wanted, low, high = text.encode(errors="replace"), 0, len(self)
+        while low < high:
+            middle = (low + high) // 2
+            if self.raw(middle) < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        return low if low < len(self) and self.raw(low) == wanted else -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttributeColumn:
+    """Column of one attribute: a value for each item, or with `texts` codes between an item's offsets."""
+
+    kind: AttributeKind
+    values: NDArray[Any]
+    offsets: NDArray[np.uint64] | None = None
+    names: Names | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemAttributes:
+    """Columns of all attributes by name, for `count` items."""
+
+    count: int
+    columns: Mapping[str, AttributeColumn]
+
+    @classmethod
+    def open(cls, root: Path, manifest: Manifest) -> Self:
+        """Maps the columns that a manifest lists."""
+        files = manifest.items
+        return cls(
+            files.count,
+            {name: _open(root, each, files.count) for name, each in files.attributes.items()},
+        )
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Kind of each attribute, as refusals tell them."""
+        return {name: each.kind for name, each in sorted(self.columns.items())}
+
+
+def _open(root: Path, attribute: Attribute, count: int) -> AttributeColumn:
+    dtype = DTYPES[attribute.kind]
+    names = offsets = None
+    if attribute.names is not None and attribute.name_offsets is not None:
+        names = Names(
+            _mapped(root / attribute.names.path, "u1"),
+            _mapped(root / attribute.name_offsets.path, "<u8"),
+        )
+    if attribute.offsets is not None:
+        offsets = map_file(root / attribute.offsets.path, "<u8", (count + 1,))
+        values = _mapped(root / attribute.values.path, dtype)
+    else:
+        values = map_file(root / attribute.values.path, dtype, (count,))
+    return AttributeColumn(attribute.kind, values, offsets, names)
+
+
+def _mapped(path: Path, dtype: str) -> NDArray[Any]:
+    """The file mapped; an empty one, which nobody can map, as no values."""
+    return map_file(path, dtype) if path.stat().st_size else np.empty(0, dtype)
+
+
+def sorted_names(texts: Sequence[bytes]) -> tuple[bytes, NDArray[np.uint64]]:
+    """Bytes and offsets of texts that are each there once, in order."""
+    sizes = np.fromiter(map(len, texts), np.uint64, len(texts))
+    return b"".join(texts), np.concatenate([np.zeros(1, np.uint64), np.cumsum(sizes)])

@@ -1,0 +1,69 @@
+"""The best of some items for a vector: by BLAS as far as its rounding allows, then by the score that the night uses."""
+
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.model.ranking import Metric, rank
+
+DENSE: Final = 2
+"""Number of items to one that passes, below which all are multiplied: rows cost more to gather than to read on."""
+_DIRECT: Final = 512
+"""Items that are ranked without a look at which may matter."""
+
+
+class BestOf:
+    """Best items of a catalogue of vectors float32 [items, dims], of those that the caller names; for any thread."""
+
+    def __init__(self, vectors: NDArray[np.float32]) -> None:
+        self._vectors = vectors
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.float32]:
+        """Length of each item's vector, float32 [items]; found once."""
+        lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", self._vectors, self._vectors))
+        return lengths
+
+    def of(
+        self,
+        vector: NDArray[np.float32],
+        ordinals: NDArray[np.int64],
+        k: int,
+        metric: Metric = "inner_product",
+    ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+        """(ordinals uint32, scores float32) of the best k of `ordinals`, fewer if they are fewer.
+
+        Order and bits are those of `cache.model.ranking.rank` over all of them.
+        """
+        found = min(k, len(ordinals))
+        if len(ordinals) > max(_DIRECT, 4 * k):
+            ordinals = self._candidates(vector, ordinals, k, metric)
+        items, scores = rank(vector[None], self._vectors, ordinals[None], None, k, metric=metric)
+        return items[0, :found], scores[0, :found]
+
+    def _candidates(
+        self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
+    ) -> NDArray[np.int64]:
+        """Those that the rounding of a product may put among the best k; all where numbers are out of bounds."""
+        if len(ordinals) * DENSE > len(self._vectors):
+            scores = (self._vectors @ vector)[ordinals]
+        else:
+            scores = self._vectors[ordinals] @ vector
+        own = float(np.sqrt(np.dot(vector, vector)))
+        lengths = self._lengths[ordinals]
+        if metric == "cosine":
+            scores = np.divide(
+                scores, lengths * own, out=np.zeros_like(scores), where=lengths * own > 0
+            )
+            size = 1.0
+        else:
+            size = own * float(lengths.max())
+        # Both sums are off by less than this, in whatever order they are added; the length of a cosine as much again.
+        slack = 4 * (len(vector) + 64) * 2.0**-23 * size
+        place = len(scores) - k
+        least = float(np.partition(scores, place)[place])
+        if not np.isfinite(slack) or not np.isfinite(least):
+            return ordinals
+        return ordinals[scores >= least - slack]

@@ -1,0 +1,162 @@
+"""Filter expressions: read from JSON within bounds, whatever is wrong refused with its place. Pure."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+import orjson
+
+from cache.errors import InvalidInput
+
+Comparison = Literal["==", "in", "<", "<=", ">", ">=", "contains", "exists"]
+Scalar = str | int | float | bool
+
+DEPTH_MAX: Final = 8
+"""Combinations inside one another."""
+NODES_MAX: Final = 32
+"""Comparisons and combinations of one filter: each is a pass over all items."""
+VALUES_MAX: Final = 1_000
+"""Values that a filter compares with, in all."""
+TEXT_BYTES_MAX: Final = 256
+"""Bytes of the UTF-8 of a value or a name."""
+
+_COMPARISONS: Final = get_args(Comparison)
+_COMBINATIONS: Final = ("and", "or", "not")
+_NUMBER_MAX: Final = 2**53
+
+
+class InvalidFilter(InvalidInput):
+    """A filter that is none, is too large, or does not fit the attributes; `details["field"]` is the place in it."""
+
+    code = "invalid_filter"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparing:
+    """Comparison of an attribute with `values` (one, but for `in`; none for `exists`); `place` is for messages."""
+
+    operator: Comparison
+    attribute: str
+    values: tuple[Scalar, ...]
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Combining:
+    """Combination of expressions that all must hold, of which one must, or of one that must not."""
+
+    operator: Literal["and", "or", "not"]
+    parts: tuple["Expression", ...]
+
+
+Expression = Comparing | Combining
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Expression, and the bytes by which equal ones are known."""
+
+    root: Expression
+    key: bytes
+
+
+def read_filter(value: object) -> Filter:
+    """Reads a JSON value, such as `{"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]}`.
+
+    Raises InvalidFilter; the place is a path from the filter on, such as `and[1].not`, empty for the whole.
+    """
+    reader = _FilterReader()
+    root = reader.read(value, "", 0)
+    return Filter(root, orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
+
+
+class _FilterReader:
+    """Counts of what one filter has so far."""
+
+    def __init__(self) -> None:
+        self.nodes = self.values = 0
+
+    def read(self, value: object, place: str, depth: int) -> Expression:
+        self.nodes += 1
+        if self.nodes > NODES_MAX:
+            raise _refused(f"a filter has at most {NODES_MAX} expressions", place, limit=NODES_MAX)
+        if depth > DEPTH_MAX:
+            raise _refused(
+                f"expressions stand at most {DEPTH_MAX} deep in one another", place, limit=DEPTH_MAX
+            )
+        if not isinstance(value, dict) or len(value) != 1:
+            raise _refused(
+                'an expression is a JSON object with one operator, such as {"<": ["price", 20]}',
+                place,
+            )
+        ((operator, operand),) = value.items()
+        below = f"{place}.{operator}" if place else operator
+        if operator in _COMBINATIONS:
+            return Combining(operator, self._parts(operator, operand, below, depth))
+        if operator in _COMPARISONS:
+            return self._comparing(operator, operand, below)
+        known = ", ".join((*_COMBINATIONS, *_COMPARISONS))
+        raise _refused(f"there is no operator {operator[:40]!r}; there are {known}", place)
+
+    def _parts(
+        self, operator: str, operand: object, place: str, depth: int
+    ) -> tuple[Expression, ...]:
+        if operator == "not":
+            return (self.read(operand, place, depth + 1),)
+        if not isinstance(operand, list) or not operand:
+            raise _refused(f"{operator} takes a list of one or more expressions", place)
+        return tuple(
+            self.read(each, f"{place}[{number}]", depth + 1) for number, each in enumerate(operand)
+        )
+
+    def _comparing(self, operator: Comparison, operand: object, place: str) -> Comparing:
+        if operator == "exists":
+            return Comparing(operator, _name(operand, place), (), place)
+        if not isinstance(operand, list) or len(operand) != 2:
+            raise _refused(
+                f'{operator} takes a list of an attribute and a value, such as ["price", 20]', place
+            )
+        name, given = _name(operand[0], f"{place}[0]"), operand[1]
+        if operator != "in":
+            self._count(1, place)
+            return Comparing(operator, name, (_scalar(given, f"{place}[1]"),), place)
+        if not isinstance(given, list) or not given:
+            raise _refused("in takes an attribute and a list of one or more values", f"{place}[1]")
+        self._count(len(given), f"{place}[1]")
+        values = (_scalar(each, f"{place}[1][{number}]") for number, each in enumerate(given))
+        return Comparing(operator, name, tuple(values), place)
+
+    def _count(self, values: int, place: str) -> None:
+        self.values += values
+        if self.values > VALUES_MAX:
+            raise _refused(
+                f"a filter compares with at most {VALUES_MAX} values", place, limit=VALUES_MAX
+            )
+
+
+def _name(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise _refused("the name of an attribute is a text", place)
+    return _text(value, place)
+
+
+def _scalar(value: Any, place: str) -> Scalar:
+    if isinstance(value, str):
+        return _text(value, place)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) <= _NUMBER_MAX:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise _refused("a value is a text, a finite number up to 2**53, true or false", place)
+
+
+def _text(value: str, place: str) -> str:
+    if len(value.encode(errors="replace")) > TEXT_BYTES_MAX:
+        raise _refused(f"a text has at most {TEXT_BYTES_MAX} bytes", place, limit=TEXT_BYTES_MAX)
+    return value
+
+
+def _refused(message: str, place: str, **details: object) -> InvalidFilter:
+    return InvalidFilter(message, **({"field": place} if place else {}), **details)

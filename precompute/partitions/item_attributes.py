@@ -1,0 +1,158 @@
+"""Attributes of items, by which requests filter: columns of the item features by ordinal, in types of their own."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.filters.attributes import DTYPES, NO_CODE, NO_FLAG, NO_TIME
+from cache.filters.expression import TEXT_BYTES_MAX
+from cache.format.item_table import ItemTable
+from cache.format.manifest import AttributeKind
+from cache.store.artefacts import write_atomically
+from precompute.config.settings import NightConfig
+from precompute.partitions.catalogue import ITEM_ROWS
+from precompute.partitions.item_features import columns_by_ordinal
+from precompute.sources.columns import as_rows, is_text
+from precompute.sources.files import SourceFile, feature_file
+from precompute.sources.moments import microseconds
+from precompute.sources.unusable import NOT_FINITE, Unusable
+
+FOLDER: Final = "items/attributes"
+TOO_LONG: Final = f"a text of more than {TEXT_BYTES_MAX} bytes"
+BEYOND: Final = "a whole number beyond 2**53"
+_EXACT: Final = 2**53
+
+Files = tuple[AttributeKind, dict[str, str]]
+"""Kind of an attribute, and paths of its files by the names that `cache.format.manifest.Attribute` has for them."""
+
+
+def write_item_attributes(
+    config: NightConfig, items: ItemTable, root: Path, *, unusable: Unusable | None = None
+) -> dict[str, Files]:
+    """Write a column for each configured attribute; returns its kind and files by name.
+
+    A value that cannot be kept is noted, and the item lacks that attribute. Raises SourceError for a column that is not
+    there, or of a type that no attribute has.
+    """
+    names = config.sources.item_attributes
+    if not names:
+        return {}
+    path = feature_file(config, "item", names[0])
+    placed = columns_by_ordinal(path, config.sources.item_column, names, items)
+    noted = Unusable() if unusable is None else unusable
+    return {
+        name: _write(root, number, _column(placed[name], path, name, items, noted))
+        for number, name in enumerate(names)
+    }
+
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def _column(
+    column: Any, path: SourceFile, name: str, items: ItemTable, unusable: Unusable
+) -> tuple[AttributeKind, Arrays]:
+    """(kind, arrays by the name of their file) of an Arrow array with a value for each item."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    missing = as_rows(column.is_null())
+    bad: dict[str, NDArray[np.bool_]] = {}
+    found: tuple[AttributeKind, Arrays]
+    if is_text(kind):
+        long = as_rows(pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False))
+        bad = {TOO_LONG: long}
+        codes, names = _coded(column, missing | long)
+        found = "text", {"values": codes, **names}
+    elif (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    ):
+        if not is_text(kind.value_type):
+            raise _unfit(path, name, kind)
+        found = "texts", _several(column)
+    elif pa.types.is_boolean(kind):
+        flags = as_rows(pc.fill_null(column, False)).astype(np.uint8)
+        found = "flag", {"values": np.where(missing, np.uint8(NO_FLAG), flags)}
+    elif pa.types.is_integer(kind):
+        numbers = np.asarray(pc.fill_null(column, 0))
+        beyond = ((numbers > _EXACT) | (numbers < -_EXACT)) & ~missing
+        bad = {BEYOND: beyond}
+        found = "number", {"values": np.where(missing | beyond, np.nan, numbers.astype(np.float64))}
+    elif pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        numbers = np.asarray(pc.fill_null(column.cast(pa.float64()), np.nan))
+        bad = {NOT_FINITE: np.isinf(numbers)}
+        found = "number", {"values": np.where(np.isfinite(numbers), numbers, np.nan)}
+    elif pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        times, no_time = microseconds(column, path, name)
+        bad = {why: rows & ~missing for why, rows in no_time.items()}
+        gone = np.logical_or.reduce([missing, *bad.values()])
+        found = "time", {"values": np.where(gone, NO_TIME, times)}
+    else:
+        raise _unfit(path, name, kind)
+    source = f"{ITEM_ROWS}.{name}"
+    unusable.looked_at(source, len(column))
+    if any(rows.any() for rows in bad.values()):
+        unusable.note_rows(source, bad, lambda row: {"item": items.id_of(row)})
+    return found
+
+
+def _coded(texts: Any, without: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], Arrays]:
+    """Codes of texts uint32 [n], NO_CODE for those `without`, and the texts themselves in the order of their bytes."""
+    kept = texts.filter(pa.array(~without)).cast(pa.large_string())
+    coded = kept.dictionary_encode()
+    raws = coded.dictionary.cast(pa.large_binary())
+    order = np.asarray(pc.sort_indices(raws))
+    places = np.empty(len(order), np.uint32)
+    places[order] = np.arange(len(order), dtype=np.uint32)
+    codes = np.full(len(texts), NO_CODE, np.uint32)
+    codes[~without] = places[np.asarray(coded.indices)]
+    _, cuts, data = raws.take(pa.array(order)).buffers()
+    offsets = np.frombuffer(cuts, np.int64)[: len(order) + 1]
+    joined = np.frombuffer(data, np.uint8)[: offsets[-1]] if data else np.empty(0, np.uint8)
+    return codes, {"names": joined, "name_offsets": offsets.astype(np.uint64)}
+
+
+def _several(column: Any) -> Arrays:
+    """Codes of all texts of lists, one list after another, and where each begins; nulls and long texts are left out."""
+    lists = column.cast(pa.large_list(pa.large_string()))
+    sizes = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
+    flat = pc.list_flatten(lists)
+    gone = as_rows(
+        pc.fill_null(
+            pc.greater(pc.binary_length(flat), TEXT_BYTES_MAX), True
+        )  # a null has no length
+    )
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    codes, names = _coded(flat, gone)
+    kept = np.bincount(owners[~gone], minlength=len(sizes))
+    offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(kept).astype(np.uint64)])
+    return {"values": codes[~gone], "offsets": offsets, **names}
+
+
+def _write(root: Path, number: int, column: tuple[AttributeKind, Arrays]) -> Files:
+    kind, arrays = column
+    files = {}
+    dtypes = {"values": DTYPES[kind], "offsets": "<u8", "names": "u1", "name_offsets": "<u8"}
+    for part, array in arrays.items():
+        files[part] = f"{FOLDER}/{number:04d}.{part}"
+        write_atomically(root / files[part], array.astype(dtypes[part]).tobytes())
+    return kind, files
+
+
+def paths_of(attributes: Mapping[str, Files]) -> Iterator[str]:
+    """Paths of all files of these attributes."""
+    for _, files in attributes.values():
+        yield from files.values()
+
+
+def _unfit(path: SourceFile, name: str, kind: Any) -> SourceError:
+    return SourceError(
+        f"{path}: column {name!r} is {kind}; attributes are texts, lists of texts, numbers, booleans and times",
+        column=name,
+    )

@@ -1,0 +1,93 @@
+"""Lookup under a filter: from the list where enough of it passes, else the best of all that passes, by a vector."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serving.answers.sources import Source
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.lookup.answer_builder import Turn
+from serving.lookup.entity import Case, cases_of
+from serving.lookup.ladder import Ladder
+from serving.ranking.filters import Filters, Search
+from serving.ranking.user_vectors import metric_of, vector_table
+from serving.rendering.answer_fields import Answer
+from serving.requests.models import Ask
+
+
+class VectorOf(NamedTuple):
+    """Vector of an entity, and where it came from."""
+
+    vector: NDArray[np.float32]
+    source: Source
+    producer: str
+
+
+class FilteredLookup:
+    """Answers as the ladder does, of the items that pass the request's filter."""
+
+    def __init__(self, ladder: Ladder, filters: Filters) -> None:
+        self._ladder = ladder
+        self._filters = filters
+
+    async def lookup(self, holding: Holding, ask: Ask, started: float) -> list[Answer]:
+        """Answers each entity once, in order, from what `holding` had when the request came."""
+        holding = holding.pinned(ask.options.generation)
+        cases = await cases_of(holding.live, ask)
+        turn = Turn.of(ask.options, started)
+        await self._filters.apply(holding, cases, turn)
+        await self._ladder.resolve(holding, cases, turn)
+        if waiting := [case for case in cases if case.answer is None]:
+            await self._search(holding, waiting, turn)
+        return [case.answer for case in cases if case.answer is not None]
+
+    async def _search(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+        """The best of what passes, where a list had too little of it; else what the list had."""
+        snapshot = holding.live
+        passing = turn.passing(snapshot)
+        vectors = await self._vectors_of(holding, cases, turn)
+        known = [(case, each) for case, each in zip(cases, vectors, strict=True) if each]
+        if known and passing is not None:
+            searches = [_search_of(case, snapshot, each.vector, turn) for case, each in known]
+            found = await self._filters.search(snapshot, passing, searches, turn.deadline)
+            for (case, each), best in zip(known, found or (), strict=False):
+                self._ladder.reply.searched(case, snapshot, best, each.source, each.producer, turn)
+        for case in cases:
+            if case.answer is None:
+                self._ladder.reply.settle(case, snapshot, turn)
+
+    async def _vectors_of(
+        self, holding: Holding, cases: Sequence[Case], turn: Turn
+    ) -> list[VectorOf | None]:
+        """Vectors of the entities, in order; None where there is none of this generation."""
+        snapshot = holding.live
+        found: list[VectorOf | None] = [None] * len(cases)
+        users = [place for place, case in enumerate(cases) if case.table.entity == "user"]
+        for place, case in enumerate(cases):
+            if (ordinal := case.own_ordinal) is not None:
+                source = Source.LIVE if case.found is None else Source(case.found.tier)
+                found[place] = VectorOf(snapshot.items.vectors[ordinal], source, "batch")
+        if users:
+            table = vector_table(snapshot).name
+            entities = tuple(cases[place].entity.of_table(table) for place in users)
+            options = replace(turn.options, k=None, filter=None, exclude=())
+            answers = await self._ladder.lookup(holding, Ask(entities, options), turn.started)
+            for place, answer in zip(users, answers, strict=True):
+                if answer["vector"] is not None and answer["generation"] == snapshot.generation:
+                    found[place] = VectorOf(answer["vector"], answer["source"], answer["producer"])
+        return found
+
+
+def _search_of(case: Case, snapshot: Snapshot, vector: NDArray[np.float32], turn: Turn) -> Search:
+    """Search that leaves out what a list leaves out: what the night knew and the caller sends of the past included."""
+    gone = turn.excluded(snapshot) | case.history_in(snapshot).seen | snapshot.blocked
+    if (own := case.own_ordinal) is not None:  # no item is similar to itself
+        gone |= {own}
+    ordinals = np.array(sorted(gone), np.int64)
+    if case.table.entity == "user" and snapshot.seen is not None and case.want.position >= 0:
+        ordinals = np.concatenate([ordinals, snapshot.seen.of(case.want.position)])
+    return Search(vector, ordinals, case.k, metric_of(snapshot, case.table))

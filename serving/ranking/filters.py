@@ -1,0 +1,109 @@
+"""Filters of requests: what passes of a generation, and lists found among it by vectors, off the event loop."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.filters.expression import Filter, InvalidFilter
+from cache.filters.masks import Passing
+from cache.model.ranking import Metric
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.lookup.answer_builder import Searched, Turn
+from serving.lookup.entity import Case
+from serving.requests.errors import Problem, from_input, unprocessable
+
+_INLINE_ITEMS = 65_536
+"""Items up to which a filter is worked out on the event loop: a hop to a thread would take as long."""
+_INLINE_ROWS = 4_096
+"""Vectors up to which a search is made there."""
+
+_Result = TypeVar("_Result")
+
+
+class Search(NamedTuple):
+    """Search for one list: a vector, ordinals to leave out, and how many are wanted."""
+
+    vector: NDArray[np.float32]
+    gone: NDArray[np.int64]
+    k: int
+    metric: Metric
+
+
+class Filters:
+    """Filters of requests, worked out by threads, whose number bounds what is under way at once."""
+
+    def __init__(
+        self, executor: Executor | None = None, timer: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._executor = executor
+        self._timer = timer
+
+    async def apply(self, holding: Holding, cases: Sequence[Case], turn: Turn) -> None:
+        """Works out what passes in each generation held; raises Problem for a filter that the live one cannot take."""
+        filter_ = turn.options.filter
+        if filter_ is None:
+            return
+        for case in cases:
+            if case.table.kind != "topk":
+                raise unprocessable(
+                    "invalid_filter",
+                    f"{case.table.name} holds no lists: a filter goes with tables that do",
+                    "filter",
+                )
+        turn.passes(holding.live, await self._passed(holding.live, filter_))
+        if holding.previous is not None and holding.previous.filtering is not None:
+            # Where its items had other attributes, it cannot answer this.
+            with contextlib.suppress(Problem):
+                turn.passes(holding.previous, await self._passed(holding.previous, filter_))
+
+    async def passing(self, snapshot: Snapshot, filter_: Filter | None) -> Passing | None:
+        """Items of a generation that pass, None without a filter; raises Problem for one that it cannot take."""
+        return None if filter_ is None else await self._passed(snapshot, filter_)
+
+    async def _passed(self, snapshot: Snapshot, filter_: Filter) -> Passing:
+        filtering = snapshot.filtering
+        if filtering is None:
+            raise unprocessable(
+                "unknown_attribute",
+                "items of this generation have no attributes: [sources] item_attributes names them for the next night",
+                "filter",
+                attributes={},
+            )
+        try:
+            found = filtering.kept(filter_)
+            if found is None:
+                is_short = filtering.items <= _INLINE_ITEMS
+                found = await self._work(lambda: filtering.passing(filter_), is_short=is_short)
+        except InvalidFilter as error:
+            raise from_input(error, "filter") from error
+        return found
+
+    async def search(
+        self, snapshot: Snapshot, passing: Passing, searches: Sequence[Search], deadline: float
+    ) -> list[Searched] | None:
+        """Best of what passes for each vector, in order; None where that is not done by `deadline` (monotonic)."""
+        filtering = snapshot.filtering
+        assert filtering is not None  # noqa: S101 - something passes
+
+        def all_of_them() -> list[Searched]:
+            return [
+                filtering.best(each.vector, passing, each.gone, each.k, each.metric)
+                for each in searches
+            ]
+
+        is_short = passing.count * len(searches) <= _INLINE_ROWS
+        working = asyncio.ensure_future(self._work(all_of_them, is_short=is_short))
+        done, _ = await asyncio.wait({working}, timeout=max(0.0, deadline - self._timer()))
+        return working.result() if done else None
+
+    async def _work(self, work: Callable[[], _Result], *, is_short: bool) -> _Result:
+        if self._executor is None or is_short:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -1,0 +1,114 @@
+"""Lists under a filter, found by vectors, beside FAISS's own search with a selector; and beside lists without one.
+
+- `vs_faiss_selector`: the best 100 of the items that pass, 40,981 x 128, one in ten passing, against
+  `IndexFlatIP.search` with `IDSelectorBatch` of the same ids; one thread, a query at a time, answers per second.
+- `half_vs_faiss_selector`, `hundredth_vs_faiss_selector`: the same where half and one in a hundred pass.
+- `from_list`: `GET ...?k=20&filter=...` that the stored list in L1 answers, over the same without a filter, both on the
+  complete way of a service of their own: requests per second of its processor time.
+"""
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+from urllib.parse import quote
+
+import faiss as faiss_module
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from cache.filters.best import BestOf
+from tests.bench.tools.harness import Options, Report, alternate, compare, parse
+from tests.bench.tools.http_load import Program, program
+from tests.bench.tools.place import own_server
+from tests.bench.tools.sockets import per_cpu_s, request
+from tests.integration.nights import UNTIL, environment, histories, prepare, publish_night
+
+Numbers = NDArray[np.float32]
+faiss: Any = faiss_module  # its type stubs lag behind what the module has
+ITEMS, DIMS, K = 40_981, 128, 100
+SHARES = {"": 0.1, "half_": 0.5, "hundredth_": 0.01}
+
+
+def by_vectors(report: Report, options: Options) -> None:
+    """In this process, on one thread."""
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((ITEMS, DIMS), np.float32)
+    users = rng.standard_normal((64, DIMS), np.float32)
+    index, best = faiss.IndexFlatIP(DIMS), BestOf(vectors)
+    index.add(vectors)
+    faiss.omp_set_num_threads(1)
+    for name, share in SHARES.items():
+        passing = np.flatnonzero(rng.random(ITEMS) < share)
+        selector = faiss.SearchParameters(sel=faiss.IDSelectorBatch(passing))
+        theirs = index.search(users, K, params=selector)[1]
+        ours = np.stack([best.of(user, passing, K)[0] for user in users])
+        overlap = np.mean(
+            [len(np.intersect1d(*pair)) / K for pair in zip(ours, theirs, strict=True)]
+        )
+        report.figures[f"{name}overlap"] = float(overlap)
+
+        def faiss_rate(selector: object = selector) -> float:
+            return _rate(lambda one: index.search(one[None], K, params=selector), users)
+
+        def our_rate(passing: object = passing) -> float:
+            return _rate(lambda one: best.of(one, passing, K), users)  # type: ignore[arg-type]
+
+        found = alternate(faiss_rate, {"larder": our_rate}, rounds=options.rounds)
+        report.ratios[f"{name}vs_faiss_selector"] = found["larder"]
+
+
+def _rate(answer: Callable[[Numbers], object], users: Numbers) -> float:
+    started = perf_counter()
+    for user in users:
+        answer(user)
+    return len(users) / (perf_counter() - started)
+
+
+def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> None:
+    """Over HTTP, from L1."""
+    config = prepare(folder / "shop", redis_url, users=1_000, items=2_000)
+    path = config.path("items.parquet")
+    table = pq.read_table(path)
+    prices = np.random.default_rng(1).uniform(0, 100, len(table))
+    pq.write_table(table.append_column("price", pa.array(prices)), path)
+    config = replace(config, sources=replace(config.sources, item_attributes=("price",)))
+    publish_night(config, UNTIL)
+    users = random.Random(0).sample(sorted(histories(config)), 200)
+    count = 3_000 if options.quick else 15_000
+    serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
+    # The complete way for both: what the fast way saves is not the filter's to lose.
+    more = {"LARDER_FAST_HTTP": "false"}
+    with program(serve, folder / "log", environment(config, **more)) as larder:
+        paths = [f"/v1/lookup/user_topk/{quote(user, safe='')}?k=20&fresh=false" for user in users]
+        sent = quote('{"<":["price",80]}', safe="")
+
+        def run(target: Program, requests: list[bytes]) -> Callable[[], float]:
+            return lambda: per_cpu_s(target, requests, count)
+
+        found = compare(
+            {"unfiltered": run(larder, [request(each) for each in paths])},
+            {"filtered": run(larder, [request(f"{each}&filter={sent}") for each in paths])},
+            rounds=options.rounds,
+        )
+    (report.ratios["from_list"],) = found.values()
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("filters", ("faiss-cpu", "numpy"))
+    by_vectors(report, options)
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        by_lists(report, server.url, Path(folder), options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Filters over HTTP: each answer is the best of what passes, by a look at every item; bad ones are refused."""
+
+import os
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache.filters.expression import read_filter
+from cache.format.item_table import ItemTable
+from cache.format.manifest import WITH_ATTRIBUTES
+from cache.format.records.codec import decode
+from cache.model.ranking import Metric, rank
+from precompute.config.settings import NightConfig
+from serving.client import AsyncClient, Options
+from serving.lookup.entity import Case
+from serving.ranking.filtered_lookup import FilteredLookup
+from tests.integration.nights import (
+    UNTIL,
+    build_night,
+    histories,
+    prepare,
+    publish_night,
+    raw_records,
+)
+from tests.integration.serving_app import BASE, Running, serving
+from tests.opened import open_generation
+from tests.unit.cache.filters.columns import passes
+
+SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
+ITEMS, USERS = 600, 150
+QUICK, STORM = 400, 10_000
+BRANDS = [f"brand-{each}" for each in range(7)] + ["größe", "x,y"]
+TAGS = ["new", "sale", "blue", "red"]
+DAY_US = 86_400_000_000
+
+
+@dataclass
+class Shop:
+    """A published night, and all that is known of its items, users and lists, by ordinal."""
+
+    night: NightConfig
+    attributes: list[dict[str, Any]]
+    ids: list[str]
+    vectors: Any
+    users: dict[str, Any]
+    seen: dict[str, set[int]]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
+    config = prepare(tmp_path_factory.mktemp("filters"), redis_url, users=USERS, items=ITEMS)
+    path = config.path("items.parquet")
+    table = pq.read_table(path)
+    rng = random.Random(7)
+    rows = [drawn(rng) for _ in range(len(table))]
+    times = [each.get("since") for each in rows]
+    for name, values in {
+        "brand": pa.array([each.get("brand") for each in rows], pa.string()),
+        "tags": pa.array([each.get("tags") for each in rows], pa.list_(pa.string())),
+        "price": pa.array([each.get("price") for each in rows], pa.float64()),
+        "stock": pa.array([each.get("stock") for each in rows], pa.bool_()),
+        "since": pa.array(times, pa.timestamp("us", tz="UTC")),
+    }.items():
+        table = table.append_column(name, values)
+    pq.write_table(table, path)
+    tables = {name: replace(each) for name, each in config.tables.items()}
+    tables["user_vector"] = replace(tables["user_vector"], precision="f4")
+    tables["user_topk"] = replace(tables["user_topk"], precision="f4")
+    names = ("brand", "tags", "price", "stock", "since")
+    config = replace(config, tables=tables, sources=replace(config.sources, item_attributes=names))
+    generation = publish_night(config, UNTIL)
+    manifest, root = open_generation(config.store(), generation)
+    assert manifest.format == WITH_ATTRIBUTES
+    items = ItemTable.open(root, manifest)
+    ids = items.ids_of(np.arange(items.count, dtype=np.uint32))
+    of_item = dict(zip(table["item"].to_pylist(), rows, strict=True))
+    clicked = histories(config)
+    layout = manifest.tables["user_vector"].layout
+    vectors = {
+        user: decode(layout, raw).numbers
+        for user, raw in raw_records(config, generation, sorted(clicked), "user_vector").items()
+    }
+    ordinals = {id_: at for at, id_ in enumerate(ids)}
+    seen = {user: {ordinals[id_] for id_ in clicked[user] if id_ in ordinals} for user in vectors}
+    attributes = [of_item[id_] for id_ in ids]
+    return Shop(config, attributes, ids, np.asarray(items.vectors), vectors, seen)
+
+
+def drawn(rng: random.Random) -> dict[str, Any]:
+    """Attributes of an item, some of which it lacks."""
+    found: dict[str, Any] = {
+        "brand": rng.choice(BRANDS), "tags": tuple(rng.sample(TAGS, rng.randrange(4))),
+        "price": round(rng.uniform(1, 100), 2), "stock": rng.random() < 0.8,
+        "since": 20_000 * DAY_US + rng.randrange(400) * DAY_US,
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if rng.random() < 0.95}
+
+
+def filter_of(rng: random.Random) -> Any:
+    """Passes from one item in some hundreds to all."""
+    one = [
+        lambda: {"==": ["brand", rng.choice(BRANDS)]},
+        lambda: {"in": ["brand", rng.sample(BRANDS, 3)]},
+        lambda: {"contains": ["tags", rng.choice(TAGS)]},
+        lambda: {rng.choice(["<", "<=", ">", ">="]): ["price", round(rng.uniform(0, 100), 2)]},
+        lambda: {"==": ["stock", rng.random() < 0.8]},
+        lambda: {">": ["since", 20_000 * 86_400 + rng.randrange(400) * 86_400]},
+        lambda: {"exists": rng.choice(["brand", "price", "tags"])},
+    ]
+    parts = [rng.choice(one)() for _ in range(rng.randrange(1, 5))]
+    parts = [{"not": each} if rng.random() < 0.2 else each for each in parts]
+    return parts[0] if len(parts) == 1 else {rng.choice(["and", "and", "or"]): parts}
+
+
+def wanted_of(
+    shop: Shop, vector: Any, gone: set[int], filter_: Any, k: int, metric: Metric = "inner_product"
+) -> tuple[list[str], Any]:
+    """Ids and scores of the best k that pass, by a look at each item."""
+    root = read_filter(filter_).root
+    ordinals = [
+        at for at, each in enumerate(shop.attributes) if at not in gone and passes(root, each)
+    ]
+    if not ordinals:
+        return [], np.empty(0, np.float32)
+    found, scores = rank(vector[None], shop.vectors, np.array([ordinals]), None, k, metric=metric)
+    size = min(k, len(ordinals))
+    return [shop.ids[at] for at in found[0, :size]], scores[0, :size]
+
+
+@pytest.fixture(params=["json", "client", "arrow"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Form of request and answer."""
+    return str(request.param)
+
+
+async def asked(running: Running, way: str, user: str, filter_: Any, k: int, **more: Any) -> Any:
+    """(items, scores, short, source) of one known user."""
+    if way == "json":
+        body = {"entities": [{"id": user, **more}], "k": k, "filter": filter_}
+        (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+        scores = np.array(answer["scores"], np.float32)
+        return answer["items"], scores, answer["short"], answer["source"]
+    transport, is_binary = running.http._transport, way == "arrow"
+    async with AsyncClient(BASE, transport=transport, binary=is_binary) as client:
+        options = Options(k=k, filter=filter_, deadline_ms=5_000)
+        if way == "client":
+            found = await client.lookup("user_topk", user, options)
+        else:
+            (found,) = await client.lookup_many("user_topk", [user], options)
+        return list(found.items or ()), found.scores, found.short, found.source
+
+
+async def compare(shop: Shop, way: str, count: int) -> set[str]:
+    """So many random users, filters and k; how they were answered."""
+    rng, users, ways = random.Random(SEED), sorted(shop.users), set()
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        for _ in range(count):
+            user, filter_, k = rng.choice(users), filter_of(rng), rng.randrange(1, 51)
+            items, scores, short, source = await asked(running, way, user, filter_, k)
+            wanted = wanted_of(shop, shop.users[user], shop.seen[user], filter_, k)
+            told = f"seed {SEED}: {user} {k} {orjson.dumps(filter_).decode()}"
+            assert items == wanted[0], told
+            np.testing.assert_array_equal(scores, wanted[1], err_msg=told)
+            assert short == (len(wanted[0]) < k), told
+            ways.add(source)
+    return ways
+
+
+async def test_an_answer_is_the_best_of_what_passes(shop: Shop, way: str) -> None:
+    assert await compare(shop, way, QUICK) <= {"l1", "l2"}
+
+
+@pytest.mark.storm
+async def test_ten_thousand_answers_are_the_best_of_what_passes(shop: Shop) -> None:
+    await compare(shop, "json", STORM)
+
+
+async def test_strangers_items_and_what_callers_leave_out(shop: Shop) -> None:
+    rng = random.Random(SEED)
+    ordinals = {id_: at for at, id_ in enumerate(shop.ids)}
+    async with serving(shop.night, l2_deadline_ms=2_500.0, precision="fp32") as running:
+        for _ in range(60):
+            filter_, k = filter_of(rng), rng.randrange(1, 21)
+            history, out = rng.sample(shop.ids, 5), rng.sample(shop.ids, 8)
+            told = f"seed {SEED}: {k} {history} {orjson.dumps(filter_).decode()}"
+            body = {"entities": [{"history": history}], "filter": filter_}
+            (vector,) = (
+                await running.post("/v1/lookup/user_vector", {"entities": body["entities"]})
+            )["answers"]
+            body |= {"k": k, "exclude": out}
+            (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+            gone = {ordinals[each] for each in (*history, *out)}
+            wanted = wanted_of(shop, np.array(vector["vector"], np.float32), gone, filter_, k)
+            assert answer["items"] == wanted[0], told
+            assert answer["short"] == (len(wanted[0]) < k), told
+
+            item = rng.choice(shop.ids)
+            body = {"entities": [item], "k": k, "filter": filter_, "exclude": out}
+            (answer,) = (await running.post("/v1/lookup/item_similar", body))["answers"]
+            own = ordinals[item]
+            gone = {own, *(ordinals[each] for each in out)}
+            wanted = wanted_of(shop, shop.vectors[own], gone, filter_, k, metric="cosine")
+            assert answer["items"] == wanted[0], f"seed {SEED}: {item} {told}"
+
+
+async def test_candidates_that_do_not_pass_are_named(shop: Shop) -> None:
+    user, filter_ = min(shop.users), {"<": ["price", 50]}
+    root = read_filter(filter_).root
+    passing = {
+        id_ for id_, each in zip(shop.ids, shop.attributes, strict=True) if passes(root, each)
+    }
+    async with serving(shop.night) as running:
+        body = {"user": user, "items": shop.ids[:40], "filter": filter_}
+        answer = await running.post("/v1/score", body)
+
+    assert set(answer["items"]) == passing & set(shop.ids[:40])
+    assert set(answer["filtered"]) == set(shop.ids[:40]) - passing
+
+
+async def test_it_is_explained_how_many_pass_and_from_where(shop: Shop) -> None:
+    user = min(shop.users)
+    async with serving(shop.night) as running:
+        some = {"==": ["brand", BRANDS[0]]}
+        all_ = {"or": [{"exists": "price"}, {"not": {"exists": "price"}}]}
+        told = [
+            await running.get(f"/v1/explain/user_topk/{user}", filter=orjson.dumps(each).decode(), k=20)
+            for each in (some, all_)
+        ]  # fmt: skip
+
+    assert [each["filter"]["from"] for each in told] == ["vectors", "list"]
+    count = sum(each.get("brand") == BRANDS[0] for each in shop.attributes)
+    assert told[0]["filter"]["passing"] == count and told[0]["filter"]["items"] == len(shop.ids)
+    assert told[1]["filter"]["items_of_list"] == told[1]["record"]["items"]
+    assert len(told[0]["filter"]["items_of_list"]) < 20 == len(told[0]["record"]["items"])
+
+
+@pytest.mark.parametrize(
+    ("filter_", "code", "field"),
+    [
+        ({"==": ["colour", "red"]}, "unknown_attribute", "filter.=="),
+        ({"and": [{"exists": "brand"}, {"<": ["brand", "x"]}]}, "invalid_filter", "filter.and[1].<"),
+        ({"<": ["price", "cheap"]}, "invalid_filter", "filter.<"),
+        ({"near": ["price", 1]}, "invalid_filter", "filter"),
+        ("price < 20", "invalid_filter", "filter"),
+    ],
+)  # fmt: skip
+async def test_a_bad_filter_is_refused(shop: Shop, filter_: Any, code: str, field: str) -> None:
+    async with serving(shop.night) as running:
+        body = {"entities": ["u-00001"], "filter": filter_}
+        found = [
+            await running.http.post("/v1/lookup/user_topk", json=body),
+            await running.http.get(
+                "/v1/lookup/user_topk/u-00001", params={"filter": orjson.dumps(filter_).decode()}
+            ),
+            await running.http.post("/v1/score", json={"user": "u", "items": ["i"], "filter": filter_}),
+        ]  # fmt: skip
+
+    for response in found:
+        error = response.json()["error"]
+        assert response.status_code == 422 and (error["code"], error["field"]) == (code, field)
+    if code == "unknown_attribute":
+        assert found[0].json()["error"]["attributes"] == {
+            "brand": "text", "price": "number", "since": "time", "stock": "flag", "tags": "texts",
+        }  # fmt: skip
+
+
+async def test_only_lists_are_filtered_and_only_where_items_have_attributes(
+    shop: Shop, tmp_path_factory: pytest.TempPathFactory, redis_url: str
+) -> None:
+    async with serving(shop.night) as running:
+        body = {"entities": ["u-00001"], "filter": {"exists": "brand"}}
+        response = await running.http.post("/v1/lookup/user_vector", json=body)
+        text = await running.http.get("/v1/lookup/user_topk/u-00001", params={"filter": "{"})
+    assert response.status_code == 422 and "holds no lists" in response.json()["error"]["message"]
+    assert text.status_code == 422 and "filter is not JSON" in text.json()["error"]["message"]
+
+    plain = build_night(tmp_path_factory.mktemp("plain"), redis_url, users=60, items=60)
+    async with serving(plain) as running:
+        response = await running.http.post("/v1/lookup/user_topk", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 422 and error["code"] == "unknown_attribute"
+    assert "[sources] item_attributes" in error["message"]
+
+
+async def test_where_no_vector_can_be_had_a_list_answers_as_far_as_it_goes(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none(_self: object, _holding: object, cases: list[Case], _turn: object) -> list[None]:
+        return [None] * len(cases)
+
+    monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
+    body = {"entities": [{"id": min(shop.users)}], "k": 30, "filter": {"==": ["brand", BRANDS[0]]}}
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+
+    assert (answer["source"], answer["reason"], answer["short"]) == ("l2", "filtered", False)
+    brands = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
+    assert 0 < len(answer["items"]) < 30
+    assert {brands[each] for each in answer["items"]} == {BRANDS[0]}

@@ -1,0 +1,101 @@
+"""Filters are read within bounds; each that is none is refused with the place and the reason."""
+
+from typing import Any
+
+import pytest
+
+from cache.filters.expression import (
+    DEPTH_MAX,
+    NODES_MAX,
+    VALUES_MAX,
+    Combining,
+    Comparing,
+    InvalidFilter,
+    read_filter,
+)
+
+
+def nested(depth: int) -> Any:
+    found: Any = {"exists": "a"}
+    for _ in range(depth):
+        found = {"not": found}
+    return found
+
+
+BAD: list[tuple[Any, str, str]] = [
+    (None, "", "a JSON object with one operator"),
+    ("price < 20", "", "a JSON object with one operator"),
+    ([], "", "a JSON object with one operator"),
+    ({}, "", "a JSON object with one operator"),
+    ({"==": ["a", 1], "<": ["b", 2]}, "", "a JSON object with one operator"),
+    (7, "", "a JSON object with one operator"),
+    ({"=": ["a", 1]}, "", "there is no operator '='"),
+    ({"$where": "1"}, "", "there is no operator '$where'"),
+    ({"regex": ["a", "(x+)+$"]}, "", "there is no operator 'regex'"),
+    ({"AND": [{"exists": "a"}]}, "", "there is no operator 'AND'"),
+    ({"and": []}, "and", "a list of one or more"),
+    ({"or": {}}, "or", "a list of one or more"),
+    ({"and": "x"}, "and", "a list of one or more"),
+    ({"and": [None]}, "and[0]", "a JSON object with one operator"),
+    ({"and": [{"exists": "a"}, {"or": [{"x": 1}]}]}, "and[1].or[0]", "there is no operator 'x'"),
+    ({"not": []}, "not", "a JSON object with one operator"),
+    ({"not": None}, "not", "a JSON object with one operator"),
+    ({"not": {"not": {"in": ["a", []]}}}, "not.not.in[1]", "a list of one or more values"),
+    ({"exists": 7}, "exists", "the name of an attribute is a text"),
+    ({"exists": ["a"]}, "exists", "the name of an attribute is a text"),
+    ({"exists": "x" * 257}, "exists", "at most 256 bytes"),
+    ({"==": "a"}, "==", "a list of an attribute and a value"),
+    ({"==": ["a"]}, "==", "a list of an attribute and a value"),
+    ({"==": ["a", 1, 2]}, "==", "a list of an attribute and a value"),
+    ({"==": [1, "a"]}, "==[0]", "the name of an attribute is a text"),
+    ({"==": ["a", None]}, "==[1]", "a value is a text, a finite number"),
+    ({"==": ["a", [1]]}, "==[1]", "a value is a text, a finite number"),
+    ({"==": ["a", {"b": 1}]}, "==[1]", "a value is a text, a finite number"),
+    ({"<": ["a", float("nan")]}, "<[1]", "a value is a text, a finite number"),
+    ({">": ["a", float("inf")]}, ">[1]", "a value is a text, a finite number"),
+    ({"<=": ["a", 2**53 + 1]}, "<=[1]", "a value is a text, a finite number"),
+    ({">=": ["a", "x" * 257]}, ">=[1]", "at most 256 bytes"),
+    ({"contains": ["a", ["x"]]}, "contains[1]", "a value is a text, a finite number"),
+    ({"in": ["a", "x"]}, "in[1]", "a list of one or more values"),
+    ({"in": ["a", []]}, "in[1]", "a list of one or more values"),
+    ({"in": ["a", ["x", None]]}, "in[1][1]", "a value is a text, a finite number"),
+    ({"in": ["a", list(range(VALUES_MAX + 1))]}, "in[1]", f"at most {VALUES_MAX} values"),
+    ({"or": [{"in": ["a", [1] * 600]}, {"in": ["a", [1] * 600]}]}, "or[1].in[1]", "at most 1000 values"),
+    ({"and": [{"exists": "a"}] * NODES_MAX}, f"and[{NODES_MAX - 1}]", f"at most {NODES_MAX}"),
+    (nested(DEPTH_MAX + 1), ".".join(["not"] * (DEPTH_MAX + 1)), f"at most {DEPTH_MAX} deep"),
+    (nested(10_000), ".".join(["not"] * (DEPTH_MAX + 1)), f"at most {DEPTH_MAX} deep"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "place", "reason"), BAD)
+def test_a_bad_filter_is_refused_with_place_and_reason(value: Any, place: str, reason: str) -> None:
+    with pytest.raises(InvalidFilter) as refused:
+        read_filter(value)
+
+    assert refused.value.details.get("field", "") == place
+    assert reason in refused.value.message and "\n" not in refused.value.message
+
+
+def test_there_are_forty_bad_ones() -> None:
+    assert len(BAD) >= 40
+
+
+def test_a_filter_is_read_as_it_was_meant() -> None:
+    found = read_filter({"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]})
+
+    assert found.root == Combining(
+        "and",
+        (
+            Comparing("<", "price", (20,), "and[0].<"),
+            Combining("not", (Comparing("in", "brand", ("x", "y"), "and[1].not.in"),)),
+        ),
+    )
+    assert found.key == read_filter(
+        {"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]}
+    ).key  # fmt: skip
+
+
+def test_the_largest_filter_is_taken() -> None:
+    read_filter({"and": [{"exists": "a"}] * (NODES_MAX - 1)})
+    read_filter({"in": ["a", list(range(VALUES_MAX))]})
+    read_filter(nested(DEPTH_MAX))
