@@ -40,6 +40,7 @@ def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
         "--history", help="item ids to compute from, oldest first, with commas; @FILE: one a line"
     )
     parser.add_argument("--features", metavar="JSON", help="feature columns to compute from")
+    parser.add_argument("--filter", metavar="JSON", help='such as {"<": ["price", 20]}')
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds (default: 10)")
     parser.add_argument("--json", action="store_true", help="what the service says, as it is")
     return parser
@@ -54,7 +55,7 @@ def answer_to(
     """Asks `/v1/ROUTE/TABLE` and shows the answer: 0; 1 and a line where that failed; ends with 2 for wrong usage."""
     try:
         target = _target(sent.url)
-        body, tls = _body(sent), context_of(sent)
+        body, tls = question_of(sent), context_of(sent)
     except (ValueError, ConfigError) as error:
         parser.error(str(error))
     try:
@@ -81,20 +82,26 @@ def _target(url: str) -> tuple[str, str, int, str]:
     return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
 
 
-def _body(sent: argparse.Namespace) -> dict[str, Any] | None:
+def question_of(sent: argparse.Namespace) -> dict[str, Any] | None:
     """Request body to post; None where a GET says all. Raises ValueError."""
-    if sent.history is None and sent.features is None:
+    if sent.history is None and sent.features is None and sent.filter is None:
         return None
     entity: dict[str, Any] = {"id": sent.entity}
     if sent.history is not None:
         entity["history"] = _history(sent.history)
     if sent.features is not None:
-        try:
-            entity["features"] = orjson.loads(sent.features)
-        except orjson.JSONDecodeError as error:
-            raise ValueError(f"--features is a JSON object: {error}") from error
-    options = {"k": sent.k, "generation": sent.generation}
+        entity["features"] = _json(sent.features, "--features")
+    options: dict[str, Any] = {"k": sent.k, "generation": sent.generation}
+    if sent.filter is not None:
+        options["filter"] = _json(sent.filter, "--filter")
     return {"entities": [entity]} | {k: v for k, v in options.items() if v is not None}
+
+
+def _json(text: str, option: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{option} is a JSON object: {error}") from error
 
 
 def _history(text: str) -> list[str]:

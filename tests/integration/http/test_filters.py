@@ -3,6 +3,7 @@
 import os
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from cache.format.records.codec import decode
 from cache.model.ranking import Metric, rank
 from precompute.config.settings import NightConfig
 from serving.client import AsyncClient, Options
+from serving.explain import cli as explain_cli
+from serving.explain import lookup_cli
 from serving.lookup.entity import Case
 from serving.ranking.filtered_lookup import FilteredLookup
 from tests.integration.nights import (
@@ -28,6 +31,7 @@ from tests.integration.nights import (
     publish_night,
     raw_records,
 )
+from tests.integration.program import environment, started
 from tests.integration.serving_app import BASE, Running, serving
 from tests.opened import open_generation
 from tests.unit.cache.filters.columns import passes
@@ -238,6 +242,24 @@ async def test_it_is_explained_how_many_pass_and_from_where(shop: Shop) -> None:
     assert told[0]["filter"]["passing"] == count and told[0]["filter"]["items"] == len(shop.ids)
     assert told[1]["filter"]["items_of_list"] == told[1]["record"]["items"]
     assert len(told[0]["filter"]["items_of_list"]) < 20 == len(told[0]["record"]["items"])
+
+
+def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    user, filter_ = min(shop.users), '{"==": ["brand", "brand-0"]}'
+    brands = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
+    redis_url = str(shop.night.redis_url)
+    with started(environment(shop.night, tmp_path, REDIS_URL=redis_url)) as (_, url):
+        asked = ["user_topk", user, "--url", url, "--k", "10", "--json", "--filter"]
+        assert lookup_cli.main([*asked, filter_]) == 0
+        (answer,) = orjson.loads(capsys.readouterr().out)["answers"]
+        assert explain_cli.main([*asked, filter_]) == 0
+        told = orjson.loads(capsys.readouterr().out)
+        with pytest.raises(SystemExit):
+            lookup_cli.main([*asked, "{"])
+
+    assert {brands[each] for each in answer["items"]} == {"brand-0"}
+    assert told["filter"]["passing"] == sum(each == "brand-0" for each in brands.values())
+    assert "--filter is a JSON object" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

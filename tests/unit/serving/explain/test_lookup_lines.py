@@ -1,12 +1,11 @@
 """An answer for eyes: what a reader may have mistyped is said."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 
-from serving.explain.asking import _body
-from serving.explain.lookup_cli import lines_of
+from serving.explain.asking import question_of
+from serving.explain.lookup_cli import argument_parser, lines_of
 
 ANSWER = {
     "table": "user_topk", "id": "c42", "source": "l2", "generation": "g", "age_seconds": 7.0,
@@ -39,6 +38,6 @@ def test_a_history_may_have_spaces_between_its_ids(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ids.txt").write_text("a\nb\n")
-    sent = argparse.Namespace(history=text, features=None, entity="u", k=None, generation=None)
+    sent = argument_parser().parse_args(["t", "u", "--history", text])
 
-    assert _body(sent) == {"entities": [{"id": "u", "history": ["a", "b"]}]}
+    assert question_of(sent) == {"entities": [{"id": "u", "history": ["a", "b"]}]}
