@@ -12,7 +12,7 @@ from cache.format.records.codec import Record
 from cache.tiers.results import MissReason
 from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case
+from serving.lookup.entity import Case, Partial
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Barred, Prediction, complete, from_defaults, from_record
 from serving.requests.models import RequestOptions
@@ -104,7 +104,8 @@ class Reply:
             # A list that is not full holds all that the entity may have.
             if passing is not None and left < case.k and len(record.items) == table.layout.width:
                 case.reason = MissReason.FILTERED
-                case.partial = prediction, source, "live" if record.live else "batch"
+                producer = "live" if record.live else "batch"
+                case.partial = Partial(prediction, snapshot, source, producer)
                 return
             if passing is None and (left == 0 or left < min(least, len(record.items))):
                 case.reason = MissReason.EXHAUSTED
@@ -135,7 +136,8 @@ class Reply:
         if case.partial is None:
             self.default(case, snapshot, turn)
             return
-        prediction, source, producer = case.partial
+        # Of the generation that the list is of, which may be the previous one.
+        prediction, snapshot, source, producer = case.partial
         self._finish(case, prediction | {"short": False}, snapshot, source, producer, turn, {})
 
     def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:

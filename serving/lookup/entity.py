@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cache.errors import InvalidInput
 from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
@@ -40,6 +41,15 @@ class YieldPacer:
             await asyncio.sleep(0)
 
 
+class Partial(NamedTuple):
+    """Part of a list that passes a filter, where that is less than was asked for, and where the list came from."""
+
+    prediction: Prediction
+    snapshot: Snapshot
+    source: Source
+    producer: str
+
+
 @dataclass(slots=True, eq=False)
 class Case:
     """Case of one entity: `reason` says why there is no plain hit, `live_reason` why live had an input and no answer.
@@ -57,8 +67,7 @@ class Case:
     found: Found | None = None
     answer: Answer | None = None
     dropped: int | None = None
-    partial: tuple[Prediction, Source, str] | None = None
-    """Part of a list that passes a filter, its source and its producer, where that is less than was asked for."""
+    partial: Partial | None = None
     _history: tuple[str, History] | None = None
 
     def take(self, outcome: Outcome) -> None:

@@ -216,7 +216,11 @@ class Ladder:
             log.warning("a live record of %s cannot be read", case.table.name, exc_info=True)
             self._tiers.discard(snapshot.view, case.want)
             case.live_reason = MissReason.CORRUPT
-        if case.answer is None and case.live_reason is None and case.reason != MissReason.FILTERED:
+        if (
+            case.answer is None
+            and case.live_reason is None
+            and case.reason is not MissReason.FILTERED
+        ):
             case.reason, case.live_reason = missed, MissReason.EXHAUSTED
 
     async def _settle_for_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
@@ -268,7 +272,7 @@ class Ladder:
             except Exception:  # as for a record of this night, whose reason stays
                 log.warning("an older record of %s cannot be read", want.table.name, exc_info=True)
                 self._tiers.discard(previous.view, want)
-            if case.answer is None:
+            if case.answer is None and case.reason is not MissReason.FILTERED:
                 case.reason = missed
         self._metrics.stage("previous", self._timer() - began, len(asked))
 

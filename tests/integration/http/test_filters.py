@@ -11,6 +11,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import redis
 
 from cache.filters.expression import read_filter
 from cache.format.item_table import ItemTable
@@ -24,6 +25,7 @@ from serving.explain import lookup_cli
 from serving.lookup.entity import Case
 from serving.ranking.filtered_lookup import FilteredLookup
 from tests.integration.nights import (
+    NEXT,
     UNTIL,
     build_night,
     histories,
@@ -32,7 +34,7 @@ from tests.integration.nights import (
     raw_records,
 )
 from tests.integration.program import environment, started
-from tests.integration.serving_app import BASE, Running, serving
+from tests.integration.serving_app import BASE, Running, eventually, serving
 from tests.opened import open_generation
 from tests.unit.cache.filters.columns import passes
 
@@ -58,7 +60,12 @@ class Shop:
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
-    config = prepare(tmp_path_factory.mktemp("filters"), redis_url, users=USERS, items=ITEMS)
+    return make_shop(tmp_path_factory.mktemp("filters"), redis_url)
+
+
+def make_shop(folder: Path, redis_url: str) -> Shop:
+    """A night whose items have attributes."""
+    config = prepare(folder, redis_url, users=USERS, items=ITEMS)
     path = config.path("items.parquet")
     table = pq.read_table(path)
     rng = random.Random(7)
@@ -242,6 +249,31 @@ async def test_it_is_explained_how_many_pass_and_from_where(shop: Shop) -> None:
     assert told[0]["filter"]["passing"] == count and told[0]["filter"]["items"] == len(shop.ids)
     assert told[1]["filter"]["items_of_list"] == told[1]["record"]["items"]
     assert len(told[0]["filter"]["items_of_list"]) < 20 == len(told[0]["record"]["items"])
+
+
+async def test_part_of_the_previous_list_is_told_to_be_of_the_previous_generation(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none(_self: object, _holding: object, cases: list[Case], _turn: object) -> list[None]:
+        return [None] * len(cases)
+
+    monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
+    shop = make_shop(tmp_path, redis_url)
+    live = publish_night(shop.night, NEXT)
+    with redis.Redis.from_url(redis_url) as client:
+        for key in client.scan_iter(f"larder:1:{shop.night.namespace}:g:{live}:user_topk:*"):
+            client.delete(key)
+    body = {"entities": [{"id": min(shop.users)}], "k": 30, "filter": {"==": ["brand", BRANDS[0]]}}
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+
+        async def has_previous() -> bool:
+            return running.service.holding().previous is not None
+
+        assert await eventually(has_previous)
+        (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+
+    assert (answer["source"], answer["reason"]) == ("previous", "filtered")
+    assert answer["generation"] != live and 0 < len(answer["items"]) < 30
 
 
 def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
