@@ -1,6 +1,6 @@
 """Attributes of a generation's items: typed columns by ordinal, mapped from its files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -87,23 +87,12 @@ def _open(root: Path, attribute: Attribute, count: int) -> AttributeColumn:
     names = offsets = None
     if attribute.names is not None and attribute.name_offsets is not None:
         names = Names(
-            _mapped(root / attribute.names.path, "u1"),
-            _mapped(root / attribute.name_offsets.path, "<u8"),
+            map_file(root / attribute.names.path, "u1"),
+            map_file(root / attribute.name_offsets.path, "<u8"),
         )
     if attribute.offsets is not None:
         offsets = map_file(root / attribute.offsets.path, "<u8", (count + 1,))
-        values = _mapped(root / attribute.values.path, dtype)
+        values = map_file(root / attribute.values.path, dtype)
     else:
         values = map_file(root / attribute.values.path, dtype, (count,))
     return AttributeColumn(attribute.kind, values, offsets, names)
-
-
-def _mapped(path: Path, dtype: str) -> NDArray[Any]:
-    """The file mapped; an empty one, which nobody can map, as no values."""
-    return map_file(path, dtype) if path.stat().st_size else np.empty(0, dtype)
-
-
-def sorted_names(texts: Sequence[bytes]) -> tuple[bytes, NDArray[np.uint64]]:
-    """Bytes and offsets of texts that are each there once, in order."""
-    sizes = np.fromiter(map(len, texts), np.uint64, len(texts))
-    return b"".join(texts), np.concatenate([np.zeros(1, np.uint64), np.cumsum(sizes)])

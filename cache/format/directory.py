@@ -15,7 +15,12 @@ from cache.native import loader, pure
 
 
 def map_file(path: Path, dtype: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-    """A file as a read-only array in shared memory; a plain array, since every access to a memmap costs more."""
+    """A file as a read-only array in shared memory; a plain array, since every access to a memmap costs more.
+
+    Without a shape, an empty file, which nobody can map, is no values.
+    """
+    if shape is None and not path.stat().st_size:
+        return np.empty(0, dtype)
     return np.asarray(np.memmap(path, dtype, "r", shape=shape))
 
 
@@ -45,7 +50,7 @@ class Directory:
                 raise CorruptArtefact(
                     f"{part.file.path} holds {path.stat().st_size} bytes, {part.count} hashes need {part.count * 8}"
                 )
-            parts.append(map_file(path, "<u8") if part.count else np.empty(0, np.uint64))
+            parts.append(map_file(path, "<u8"))
         return cls(entities.seed, [part.first_hash for part in entities.parts], parts)
 
     def find(self, hash_: int) -> int:

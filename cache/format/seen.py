@@ -1,7 +1,7 @@
 """Items that users had when the night was made, which leaves them out of lists; mapped, by directory position."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ class SeenItems:
         if not manifest.seen:
             return None
         parts = [
-            (_mapped(root / part.ends.path, "<u8"), _mapped(root / part.items.path, "<u4"))
+            (map_file(root / part.ends.path, "<u8"), map_file(root / part.items.path, "<u4"))
             for part in manifest.seen
         ]
         return cls(users, parts)
@@ -38,8 +38,3 @@ class SeenItems:
         ends, items = self._parts[shard]
         start = int(ends[place - 1]) if place else 0
         return items[start : int(ends[place])].astype(np.int64)
-
-
-def _mapped(path: Path, dtype: str) -> NDArray[Any]:
-    """The file mapped; an empty one, which nobody can map, as no values."""
-    return map_file(path, dtype) if path.stat().st_size else np.empty(0, dtype)

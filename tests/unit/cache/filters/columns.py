@@ -13,7 +13,6 @@ from cache.filters.attributes import (
     AttributeColumn,
     ItemAttributes,
     Names,
-    sorted_names,
 )
 from cache.filters.expression import Combining, Comparing, Expression
 
@@ -25,8 +24,8 @@ KINDS = {"brand": "text", "tags": "texts", "price": "number", "stock": "flag", "
 
 def names_of(texts: set[str]) -> tuple[Names, dict[str, int]]:
     raws = sorted(each.encode() for each in texts)
-    data, offsets = sorted_names(raws)
-    names = Names(np.frombuffer(data, np.uint8), offsets)
+    offsets = np.cumsum([0, *map(len, raws)], dtype=np.uint64)
+    names = Names(np.frombuffer(b"".join(raws), np.uint8), offsets)
     return names, {raw.decode(): code for code, raw in enumerate(raws)}
 
 
