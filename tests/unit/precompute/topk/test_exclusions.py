@@ -1,0 +1,25 @@
+"""Exclusions among so many items that their tiles take two bytes to count."""
+
+import numpy as np
+
+from cache.model.tower import Histories
+from precompute.topk.topk import Scorer
+
+ITEMS, DIMS, USERS, K = 200_000, 8, 6, 50
+
+
+def test_what_is_excluded_is_in_no_list_and_all_else_is() -> None:
+    rng = np.random.default_rng(0)
+    items = rng.standard_normal((ITEMS, DIMS)).astype(np.float32)
+    users = rng.standard_normal((USERS, DIMS)).astype(np.float32)
+    scores = users.astype(np.float64) @ items.T.astype(np.float64)
+    gone = [
+        np.concatenate([np.argsort(-row)[:400:2], rng.choice(ITEMS, 300, replace=False)])
+        for row in scores
+    ]
+
+    found = Scorer.of(items).top(users, K, Histories.of(gone))[0]
+
+    for row, out, listed in zip(scores, gone, found, strict=True):
+        row[out] = -np.inf
+        assert set(np.argsort(-row)[:K].tolist()) == set(listed.tolist())
