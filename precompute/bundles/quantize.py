@@ -1,7 +1,8 @@
 """The live tower in int8: static scales only, so that a row's answer never depends on its batch.
 
 Embedding tables become int8 rows with one scale each; products with constant weights become static
-QDQ S8S8 per channel, calibrated on real inputs (ONNX Runtime's dynamic scheme is not batch-invariant).
+QDQ S8S8 per channel, calibrated on real inputs (ONNX Runtime's dynamic scheme is not batch-invariant). Their weights
+keep 7 bits: processors without VNNI multiply pairs into 16 bits, and clip what is larger.
 """
 
 import cache.model.runtime  # noqa: F401 - before any other import of ONNX Runtime, see there
@@ -101,6 +102,7 @@ def _quantize_products(
             activation_type=QuantType.QInt8,
             weight_type=QuantType.QInt8,
             per_channel=True,
+            reduce_range=True,  # else two products overflow the 16 bits in which AVX2 adds them
             op_types_to_quantize=list(_PRODUCTS),
             nodes_to_quantize=products,
             extra_options={"MatMulConstBOnly": True},

@@ -92,6 +92,31 @@ def test_a_general_int8_tower_is_batch_invariant_and_agrees(perceptron, tmp_path
         assert np.array_equal(fast.run(take(inputs, rows)), whole[rows])
 
 
+def test_weights_of_products_leave_room_for_pairs_in_16_bits(tmp_path):
+    # Given activations and weights that are all as large as they get, which AVX2 multiplies two at a time
+    path, out = tmp_path / "tower.onnx", tmp_path / "int8.onnx"
+    rng = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("Gather", ["table", "history"], ["rows"], name="embedding"),
+        helper.make_node("ReduceMax", ["rows"], ["most"], name="most", axes=[1], keepdims=0),
+        helper.make_node("MatMul", ["most", "weights"], ["vector"], name="product"),
+    ]
+    constants = {
+        "table": (1 - rng.random((ITEMS + 1, DIMS)) / 100).astype(np.float32),
+        "weights": (1 - rng.random((DIMS, DIMS)) / 100).astype(np.float32),
+    }
+    history = helper.make_tensor_value_info("history", TensorProto.INT32, ["n", "length"])
+    save(path, nodes, constants, [history], DIMS)
+    spec, inputs = TowerSpec((HISTORY,), "vector", DIMS), make_inputs(300)
+
+    quantize_tower(path, spec, inputs, out)
+
+    values = {each.name: numpy_helper.to_array(each) for each in onnx.load(out).graph.initializer}
+    assert np.abs(values["weights_quantized"].astype(int)).max() == 64
+    exact, fast = (Tower.open(each, spec).run(inputs) for each in (path, out))
+    assert np.abs(fast - exact).max() < 0.02 * np.abs(exact).max()
+
+
 def test_the_reference_towers_keep_their_lists_in_int8(tmp_path):
     bundle = train_small(tmp_path / "bundle")
     inputs = {"history": histories_of()}
