@@ -2,12 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Self
+from queue import SimpleQueue
+from typing import Self
 
 import numpy as np
 import torch
@@ -59,7 +60,9 @@ class DeviceScorer:
         self._device = items.codes.device
         self._changing = threading.Lock()
         self._parts = 1
-        self._streams = threading.local()
+        self._streams: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
+        for _ in range(STREAMS if self._device.type == "cuda" else 0):
+            self._streams.put(torch.cuda.Stream(self._device))
         self.has_failed = False
         """True if the device gave up for good: the processor then does the rest."""
 
@@ -209,13 +212,18 @@ class DeviceScorer:
         uncertain: NDArray[np.int64] = rows[~good]
         return uncertain
 
-    def _stream(self) -> Any:
-        """This thread's stream."""
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        """A stream that is this thread's meanwhile: torch keeps memory by stream, so there are few."""
         if self._device.type != "cuda":
-            return nullcontext()
-        if not hasattr(self._streams, "own"):
-            self._streams.own = torch.cuda.Stream(self._device)
-        return torch.cuda.stream(self._streams.own)
+            yield
+            return
+        stream = self._streams.get()
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self._streams.put(stream)
 
     def _room_bytes(self) -> int:
         """Bytes that one slab may take of the memory that is free now."""

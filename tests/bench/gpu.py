@@ -1,10 +1,11 @@
 """Exact top-100 of all items on a GPU, history excluded: from users in host memory to lists in host memory.
 
-Beside the same device's bare half-precision product in the same tiles (which selects nothing and leaves its results),
-torch's product with topk end to end (over-fetching nothing: it does not even exclude), and FAISS or cuVS where they
-see the GPU. `million` is a million Gaussian users by a million items, 128 numbers each; `skewed` has item lengths as
-real ones have; `real128` and `real256` as in the bench `topk`. LARDER_DEVICE chooses another device than the first
-GPU; without any, nothing is measured. The night on the same device is the bench `night`, its baseline the kernel there.
+Beside one large square bfloat16 product on the same device (`matrix_rate_128`, `matrix_rate_256`: the part of its rate
+that the whole top-K reaches), the bare half-precision product in the same tiles (which selects nothing), torch's
+product with topk end to end (over-fetching nothing: it does not even exclude), and FAISS or cuVS where they see the
+GPU. `million` is 100,000 Gaussian users by a million items, 128 numbers each, or 256; `skewed` has item lengths as real
+ones have; `real128` and `real256` as in the bench `topk`. LARDER_DEVICE chooses another device than the first GPU;
+without any, nothing is measured. The night on the same device is the bench `night`, its baseline the kernel there.
 """
 
 import importlib.util
@@ -27,37 +28,44 @@ from tests.bench.topk import recall_of
 
 K = 100
 ROWS = 1024
-SIZES = {"gpu": (1_000_000, 1_000_000), "gpu quick": (65_536, 262_144), "processor": (2048, 8192)}
+SIZES = {"gpu": (100_000, 1_000_000), "gpu quick": (65_536, 262_144), "processor": (2048, 8192)}
+SQUARE = {"cuda": 8192, "cpu": 512}
+RATES = {
+    ("million", "square_product"): "matrix_rate_128",
+    ("million256", "square_product"): "matrix_rate_256",
+}
 
 
-def made(users: int, items: int, *, skewed: bool) -> Case:
+def made(users: int, items: int, dims: int, *, skewed: bool = False) -> Case:
     """Gaussian vectors; `skewed` gives items lengths as the reference model's are (log-normal)."""
-    few = random_case(4096, items, 128)
+    few = random_case(4096, items, dims)
     rng = np.random.default_rng(1)
     vectors = few.items
     if skewed:
         vectors = vectors * np.exp(0.9 * rng.standard_normal((items, 1))).astype(np.float32)
     rows = np.arange(users) % 4096
-    return Case(rng.standard_normal((users, 128), np.float32), vectors, few.histories.take(rows))
+    return Case(rng.standard_normal((users, dims), np.float32), vectors, few.histories.take(rows))
 
 
 def cases(options: Options, kind: str) -> Iterator[tuple[str, Case]]:
     """(name, case); real ones only where the data is."""
     size = SIZES["gpu quick" if kind == "gpu" and options.quick else kind]
-    yield "million", made(*size, skewed=False)
-    yield "skewed", made(*size, skewed=True)
+    yield "million", made(*size, 128)
+    if kind != "processor":
+        yield "million256", made(*size, 256)
+    yield "skewed", made(*size, 128, skewed=True)
     if (file := real_file()) is not None and kind == "gpu":
         for dims in (128,) if options.quick else (128, 256):
             with tempfile.TemporaryDirectory() as folder:
                 yield f"real{dims}", real_case(file, Path(folder), 1 << 30, dims)
 
 
-def timed(users: int, run: Callable[[], object], settle: Callable[[], None]) -> float:
+def timed(users: int, run: Callable[[], object], device: Any) -> float:
     """Users per second."""
-    settle()
+    settle(device)
     started = time.perf_counter()
     run()
-    settle()
+    settle(device)
     return users / (time.perf_counter() - started)
 
 
@@ -77,6 +85,32 @@ def product(case: Case, device: Any, columns: int) -> Callable[[], object]:
                 torch.mm(some, part.T, out=out[: len(some), : len(part)])
 
     return run
+
+
+def square_product(case: Case, device: Any) -> float:
+    """Users per second, could a device multiply them by all items like one large square matrix."""
+    import torch
+
+    side, dtype = SQUARE[device.type], torch.float32 if device.type == "cpu" else torch.bfloat16
+    rng = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(side, side, generator=rng).to(device, dtype) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def run() -> None:
+        for _ in range(10):
+            torch.mm(left, right, out=out)
+
+    run()
+    products_per_s = timed(10, run, device)
+    return products_per_s * side**3 / case.items.size
+
+
+def settle(device: Any) -> None:
+    """Waits for the device."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def matmul_topk(case: Case, device: Any, columns: int) -> Callable[[], object]:
@@ -128,19 +162,13 @@ def cuvs(case: Case) -> Callable[[], object] | None:
 
 def measure(report: Report, options: Options, device: Any, name: str, case: Case) -> None:
     """One case: ours beside everything that is there."""
-    import torch
-
     from precompute.device.scorer import DeviceScorer
-
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
     started = time.perf_counter()
     scorer = DeviceScorer.of(case.items, "inner_product", str(device))
     if scorer is None:
         raise SystemExit(f"{device} cannot be used for {name}: the log says why")
-    settle()
+    settle(device)
     report.figures[f"{name}_users"], report.figures[f"{name}_items"] = (
         len(case.users),
         len(case.items),
@@ -148,7 +176,7 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
     report.figures[f"{name}_prepare_s"] = round(time.perf_counter() - started, 3)
     report.figures[f"{name}_recall"] = recall_of(case, scorer, 16)
     report.figures[f"{name}_without_histories_users_per_s"] = round(
-        timed(len(case.users), partial(scorer.top, case.users, K, nothing(case)), settle)
+        timed(len(case.users), partial(scorer.top, case.users, K, nothing(case)), device)
     )
     columns = 1 << 20 if device.type == "cuda" else 1 << 12
     baselines: dict[str, Callable[[], object] | None] = {
@@ -159,20 +187,24 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
     }
     found = compare(
         {
-            label: partial(timed, len(case.users), run, settle)
-            for label, run in baselines.items()
-            if run is not None
+            "square_product": partial(square_product, case, device),
+            **{
+                label: partial(timed, len(case.users), run, device)
+                for label, run in baselines.items()
+                if run is not None
+            },
         },
         {
             "larder": partial(
-                timed, len(case.users), partial(scorer.top, case.users, K, case.histories), settle
+                timed, len(case.users), partial(scorer.top, case.users, K, case.histories), device
             )
         },
         rounds=options.rounds,
         rounds_max=options.rounds + 2,
     )
     for (baseline, _), ratio in found.items():
-        report.ratios[f"{name}_vs_{baseline}"] = ratio
+        label = RATES.get((name, baseline), f"{name}_vs_{baseline}")
+        report.ratios[label] = ratio
         report.figures[f"{name}_users_per_s"] = round(ratio.candidate)
     if scorer.has_failed:
         raise SystemExit(f"{device} failed while {name} was measured: the log says why")

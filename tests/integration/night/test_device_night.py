@@ -1,4 +1,4 @@
-"""A night whose shards are scored by torch: on its processor device here, as on a GPU elsewhere."""
+"""A night whose shards are scored by torch: on its processor device, or on the GPU that LARDER_TEST_DEVICE names."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from precompute.config.settings import NightConfig
 from precompute.operations.train import train_reference
 from precompute.scoring import towers
 from precompute.steps import begin, embed_items, score
+from tests.devices import DEVICE
 from tests.integration.night.test_streaming import elsewhere, files_of
 from tests.integration.nights import UNTIL, prepare, publish_night
 
@@ -45,18 +46,18 @@ def test_the_device_and_the_processor_write_the_same_bytes(
 
     monkeypatch.setattr(scorer.DeviceScorer, "of", of)
     found = {}
-    for device in ("off", "cpu"):
+    for device in ("off", DEVICE):
         config = elsewhere(replace(prepared, device=device), tmp_path / device)
         found[device] = files_of(config, scored(config, [0, 1]))
-    assert found["cpu"] == found["off"]
-    assert sorted(made) == [("cosine", "cpu"), ("inner_product", "cpu")]
+    assert found[DEVICE] == found["off"]
+    assert sorted(made) == [(metric, devices(DEVICE)[0]) for metric in ("cosine", "inner_product")]
 
 
 def test_a_shard_begun_on_a_device_is_finished_on_the_processor(
     prepared: NightConfig, tmp_path: Path
 ) -> None:
     # Given a worker without a GPU that takes over from one with a GPU
-    config = elsewhere(replace(prepared, device="cpu"), tmp_path / "both")
+    config = elsewhere(replace(prepared, device=DEVICE), tmp_path / "both")
     build = scored(config, [0])
     score.run(replace(config, device="off"), build, [0, 1])
     alone = elsewhere(replace(prepared, device="off"), tmp_path / "alone")
@@ -69,7 +70,7 @@ def test_a_night_by_programs_is_published(
     reference = replace(prepared.reference, programs=True)
     config = replace(
         elsewhere(prepared, tmp_path),
-        device="cpu",
+        device=DEVICE,
         bundle=str(tmp_path / "bundle"),
         reference=reference,
     )
@@ -86,7 +87,6 @@ def test_a_night_by_programs_is_published(
     root = config.store().local(generation_path(generation))
     assert set(opened) == {"user_tower", "item_tower", "user_affinity"}
     assert (root / "bundle/user_tower.pt2").is_file()
-    assert devices("cpu") == ("cpu",)
 
 
 def test_a_device_that_is_not_there_is_said_before_anything_is_read(

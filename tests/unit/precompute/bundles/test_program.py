@@ -19,6 +19,7 @@ from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from precompute.scoring import towers
 from precompute.scoring.towers import ProgramTower
+from tests.devices import DEVICE
 
 torch = pytest.importorskip("torch", reason="programs need torch: make torch-env")
 
@@ -60,7 +61,7 @@ def inputs_of(model, rows=30):
 
 def tower_of(model, program=None):
     names = [each.name for each in model.spec.inputs]
-    running = program or Program.open(model.program, names, "cpu")
+    running = program or Program.open(model.program, names, DEVICE)
     return ProgramTower(model.name, Tower.open(model.path, model.spec), running, names)
 
 
@@ -137,7 +138,7 @@ def test_out_of_memory_is_a_memory_error(bundle):
         raise torch.OutOfMemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        Program(full, [0], torch.device("cpu")).run([np.zeros((1, 1), np.int32)])
+        Program(full, [0], torch.device(DEVICE)).run([np.zeros((1, 1), np.int32)])
 
 
 def test_a_program_that_was_changed_does_not_open(bundle, tmp_path):
@@ -254,12 +255,12 @@ def test_what_a_tower_does_not_need_is_refused(bundle, tmp_path, what):
     name, change, words = EVIL[what]
 
     with pytest.raises(BundleError, match=words):
-        Program.open(changed(bundle, tmp_path, name, change), ["item_index"], "cpu")
+        Program.open(changed(bundle, tmp_path, name, change), ["item_index"], DEVICE)
 
 
 def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path):
     path = changed(bundle, tmp_path, "data/sample_inputs/model.pt", lambda _: pickled())
-    Program.open(path, ["item_index"], "cpu")
+    Program.open(path, ["item_index"], DEVICE)
 
     def guard(found):
         found["guards_code"] = ["__import__('pytest').fail('a guard ran')"]
@@ -267,7 +268,7 @@ def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path
             each["metadata"] = {"stack_trace": "x", "source_fn_stack": "a,torch.os.system"}
 
     path = changed(bundle, tmp_path, "models/model.json", graph(guard))
-    program = Program.open(path, ["item_index"], "cpu")
+    program = Program.open(path, ["item_index"], DEVICE)
 
     wanted = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run(
         {"item_index": np.arange(3)}
@@ -278,18 +279,18 @@ def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path
 def test_a_compressed_archive_and_what_is_none_are_refused(bundle, tmp_path):
     same = changed(bundle, tmp_path, "byteorder", lambda raw: raw, zipfile.ZIP_DEFLATED)
     with pytest.raises(BundleError, match="no exported tower needs"):
-        Program.open(same, ["item_index"], "cpu")
+        Program.open(same, ["item_index"], DEVICE)
     nothing = tmp_path / "nothing.pt2"
     nothing.write_bytes(b"nothing")
     with pytest.raises(BundleError, match="not an exported program"):
-        Program.open(nothing, ["item_index"], "cpu")
+        Program.open(nothing, ["item_index"], DEVICE)
 
 
 def test_programs_may_be_opened_at_the_same_time(bundle):
     with ThreadPoolExecutor(4) as pool:
         opened = list(
             pool.map(
-                lambda _: Program.open(bundle.user_tower.program, ["history"], "cpu"), range(8)
+                lambda _: Program.open(bundle.user_tower.program, ["history"], DEVICE), range(8)
             )
         )
 
@@ -301,7 +302,7 @@ def test_other_inputs_than_specified_are_named(bundle):
     with pytest.raises(
         BundleError, match=r"\['item_index'\], the specification binds \['history'\]"
     ):
-        Program.open(bundle.item_tower.program, ["history"], "cpu")
+        Program.open(bundle.item_tower.program, ["history"], DEVICE)
 
 
 def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, caplog):
@@ -309,7 +310,7 @@ def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, 
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", broken)
-    program = Program.open(bundle.item_tower.program, ["item_index"], "cpu")
+    program = Program.open(bundle.item_tower.program, ["item_index"], DEVICE)
     plain = program.run([np.arange(3, dtype=np.int32)])
     program._is_warm = False  # as on a GPU
 
@@ -321,7 +322,7 @@ def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 def test_a_compiled_program_takes_any_number_of_rows(bundle):
     model = bundle.user_tower
-    program = Program.open(model.program, ["history"], "cpu")
+    program = Program.open(model.program, ["history"], DEVICE)
     program._is_warm = False  # as on a GPU
     plain = program._run
 

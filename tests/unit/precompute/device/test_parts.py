@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from cache.model.ranking import pack, score, unpack
 from precompute.bundles.index import unit
 from precompute.topk.flat import Compared, lengths
+from tests.devices import DEVICE
 
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
 
@@ -23,7 +24,7 @@ from precompute.device.exact import (  # noqa: E402
 from precompute.device.items import LANES, DeviceItems  # noqa: E402
 from precompute.device.search import tiles  # noqa: E402
 
-CPU = torch.device("cpu")
+WHERE = torch.device(DEVICE)
 SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 0.1], np.float32)
 
 
@@ -36,12 +37,15 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
     chosen = rng.integers(0, 9, (5, 7))
 
     found = dots(
-        in_order(torch.from_numpy(users)),
-        in_order(torch.from_numpy(items))[torch.from_numpy(chosen)],
+        in_order(torch.from_numpy(users).to(WHERE)),
+        in_order(torch.from_numpy(items).to(WHERE))[torch.from_numpy(chosen).to(WHERE)],
     )
 
-    assert found.numpy().view(np.uint32).tolist() == score(users, items, chosen).view("u4").tolist()
-    assert same_bits(dims, CPU)
+    assert (
+        found.cpu().numpy().view(np.uint32).tolist()
+        == score(users, items, chosen).view("u4").tolist()
+    )
+    assert same_bits(dims, WHERE)
 
 
 def test_another_order_of_summation_is_noticed(monkeypatch):
@@ -50,7 +54,7 @@ def test_another_order_of_summation_is_noticed(monkeypatch):
         lambda users, items: (items * users[:, None]).sum((2, 3)),
     )
 
-    assert not same_bits(100, CPU)
+    assert not same_bits(100, WHERE)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
@@ -58,11 +62,11 @@ def test_keys_sort_and_read_like_those_of_the_night(values):
     scores = np.concatenate([np.array(values, np.float32), SPECIAL])
     ordinals = np.arange(len(scores))[::-1].copy()
 
-    keys = keys_of(torch.from_numpy(scores), torch.from_numpy(ordinals))
+    keys = keys_of(torch.from_numpy(scores).to(WHERE), torch.from_numpy(ordinals).to(WHERE))
 
-    assert unsigned(keys.numpy()).tolist() == pack(scores, ordinals).tolist()
-    assert keys.argsort().tolist() == pack(scores, ordinals).argsort().tolist()
-    assert np.array_equal(scores_of(keys).numpy(), scores)
+    assert unsigned(keys.cpu().numpy()).tolist() == pack(scores, ordinals).tolist()
+    assert keys.cpu().argsort().tolist() == pack(scores, ordinals).argsort().tolist()
+    assert np.array_equal(scores_of(keys).cpu().numpy(), scores)
     nothing = unsigned(np.array([[WORST]]))
     assert unpack(nothing, 1)[0].tolist() == [[0xFFFFFFFF]]
 
@@ -80,17 +84,17 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
     ).astype("f4")
     users = (rng.standard_normal((20, dims)) * np.exp(rng.standard_normal((20, 1)))).astype("f4")
     compared = Compared.of(items, metric)
-    held = DeviceItems.of(compared, CPU, dtype)
+    held = DeviceItems.of(compared, WHERE, dtype)
     queried = unit(users) if metric == "cosine" else users
     queries, columns = held.queries(users, queried, lengths(queried)), held.whole
-    real = (columns.ordinals < 700).numpy()
+    real = (columns.ordinals < 700).cpu().numpy()
 
-    product = (queries.codes @ columns.codes.T).double().numpy()
+    product = (queries.codes @ columns.codes.T).double().cpu().numpy()
 
-    which = np.minimum(columns.ordinals.numpy(), 699)
+    which = np.minimum(columns.ordinals.cpu().numpy(), 699)
     exact = score(users, items, np.tile(which, (20, 1)), metric).astype(np.float64)
-    exact *= queries.scale.double().numpy()[:, None] * held.scale
-    margin = held.margin(columns, slice(None), queries.length, queries.residual).numpy()
+    exact *= queries.scale.double().cpu().numpy()[:, None] * held.scale
+    margin = held.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
     column = np.arange(len(which))
     group = column // columns.block * LANES + column % LANES
     over = np.abs(product - exact)[:, real] / margin[:, group][:, real]
@@ -102,26 +106,29 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
 def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
     rng = np.random.default_rng(3)
     items = (rng.standard_normal((5000, 8)) * np.exp(rng.standard_normal((5000, 1)))).astype("f4")
-    held = DeviceItems.of(Compared.of(items, "inner_product"), CPU, torch.float16)
+    held = DeviceItems.of(Compared.of(items, "inner_product"), WHERE, torch.float16)
 
-    for columns, count in ((held.whole, 5000), (held.only(torch.arange(5000) % 7 == 0), 715)):
-        ordinals = columns.ordinals.numpy()
+    for columns, count in (
+        (held.whole, 5000),
+        (held.only(torch.arange(5000, device=WHERE) % 7 == 0), 715),
+    ):
+        ordinals = columns.ordinals.cpu().numpy()
         real = np.flatnonzero(ordinals < 5000)
         assert len(real) == len(set(ordinals[real].tolist())) == count
-        assert np.array_equal(columns.places.numpy()[ordinals[real]], real)
-        assert (columns.places.numpy() >= 0).sum() == count
-        assert np.array_equal(columns.padding.numpy(), np.flatnonzero(ordinals == 5000))
+        assert np.array_equal(columns.places.cpu().numpy()[ordinals[real]], real)
+        assert (columns.places.cpu().numpy() >= 0).sum() == count
+        assert np.array_equal(columns.padding.cpu().numpy(), np.flatnonzero(ordinals == 5000))
         group = real // columns.block * LANES + real % LANES
         sizes = np.linalg.norm(items[ordinals[real]].astype(np.float64), axis=1) * held.scale
-        assert (columns.longest.numpy()[group] >= sizes).all()
-        starts = columns.longest.numpy()
+        assert (columns.longest.cpu().numpy()[group] >= sizes).all()
+        starts = columns.longest.cpu().numpy()
         assert (starts[1:] <= starts[:-1]).all()
 
 
 @pytest.fixture(scope="module")
 def many():
     vectors = np.random.default_rng(0).standard_normal((40_000, 2)).astype("f4")
-    return DeviceItems.of(Compared.of(vectors, "inner_product"), CPU, torch.float16).whole
+    return DeviceItems.of(Compared.of(vectors, "inner_product"), WHERE, torch.float16).whole
 
 
 @given(st.integers(1, 200_000))

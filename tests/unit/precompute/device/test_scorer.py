@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError
 from cache.model.tower import Histories
 from precompute.topk.topk import Scorer
+from tests.devices import DEVICE
 from tests.unit.precompute.exactness import make
 
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
@@ -23,7 +24,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def on_device(items, metric="inner_product", dtype=torch.float16):
-    found = DeviceScorer.of(items, metric, "cpu", dtype=dtype)
+    found = DeviceScorer.of(items, metric, DEVICE, dtype=dtype)
     assert found is not None
     return found
 
@@ -101,7 +102,7 @@ def test_any_case_is_exact_in_any_pieces(monkeypatch, data):
     if not vectors.any():
         vectors[0] = 1
     allowed = rng.random(items) < 0.5 if data.draw(st.booleans(), "some allowed") else None
-    monkeypatch.setattr(device_scorer, "_PROCESSOR_BYTES", room)
+    monkeypatch.setattr(DeviceScorer, "_room_bytes", lambda _: room)
 
     ours = on_device(vectors, metric, data.draw(st.sampled_from(DTYPES), "dtype"))
 
@@ -146,8 +147,8 @@ def test_tiny_and_huge_vectors_are_exact(scale):
 
 def test_items_too_short_or_too_long_are_left_to_the_processor(caplog):
     for items in (np.zeros((5, 4), np.float32), np.full((5, 4), 1e37, np.float32)):
-        assert DeviceScorer.of(items, "inner_product", "cpu") is None
-    assert DeviceScorer.of(np.full((5, 4), 1e-30, np.float32), "cosine", "cpu") is None
+        assert DeviceScorer.of(items, "inner_product", DEVICE) is None
+    assert DeviceScorer.of(np.full((5, 4), 1e-30, np.float32), "cosine", DEVICE) is None
 
     assert sum("lengths" in line for line in caplog.messages) == 3
 
@@ -155,7 +156,7 @@ def test_items_too_short_or_too_long_are_left_to_the_processor(caplog):
 def test_a_device_that_adds_in_another_order_is_not_used(monkeypatch, caplog):
     monkeypatch.setattr(device_scorer, "same_bits", lambda *_: False)
 
-    assert DeviceScorer.of(np.ones((5, 4), np.float32), "inner_product", "cpu") is None
+    assert DeviceScorer.of(np.ones((5, 4), np.float32), "inner_product", DEVICE) is None
     assert "adds in another order" in caplog.text
 
 
@@ -163,10 +164,10 @@ def test_a_device_that_adds_in_another_order_is_not_used(monkeypatch, caplog):
 def test_products_that_are_rougher_than_their_dtype_are_not_used(monkeypatch, caplog, dtype):
     # Given a device that sums in half precision, term by term
     vectors = np.random.default_rng(0).random((300, 128), np.float32)
-    assert DeviceScorer.of(vectors, "inner_product", "cpu", dtype=dtype) is not None
+    assert DeviceScorer.of(vectors, "inner_product", DEVICE, dtype=dtype) is not None
 
     def rough(left, right):
-        total = torch.zeros(len(left), right.shape[1], dtype=torch.bfloat16)
+        total = torch.zeros(len(left), right.shape[1], dtype=torch.bfloat16, device=left.device)
         for step in range(left.shape[1]):
             total += left[:, step, None].bfloat16() * right[None, step].bfloat16()
         return total.to(left.dtype) if left.dtype != torch.float64 else plain(left, right)
@@ -174,7 +175,7 @@ def test_products_that_are_rougher_than_their_dtype_are_not_used(monkeypatch, ca
     plain = torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", rough)
 
-    assert DeviceScorer.of(vectors, "inner_product", "cpu", dtype=dtype) is None
+    assert DeviceScorer.of(vectors, "inner_product", DEVICE, dtype=dtype) is None
     assert "rougher" in caplog.text
 
 
@@ -194,7 +195,7 @@ def test_memory_at_once_is_bounded_by_the_room_there_is(monkeypatch):
     users, items, excluded = make(600, 30_000, 16, seed=5)
     scorer = on_device(items)
     wanted = scorer.top(users, 50, excluded)
-    monkeypatch.setattr(device_scorer, "_PROCESSOR_BYTES", 8 << 20)
+    monkeypatch.setattr(DeviceScorer, "_room_bytes", lambda _: 8 << 20)
     seen = searches(monkeypatch)
 
     found = scorer.top(users, 50, excluded)
