@@ -9,6 +9,7 @@ HEADERS = {
     TOPK: ("exact", "state", "candidates", "passes", "block"),
     COLUMNS: (
         "taken",
+        "dots",
         "flights",
         "hashes",
         "parts",

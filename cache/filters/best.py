@@ -1,4 +1,4 @@
-"""The best of some items for a vector: by BLAS as far as its rounding allows, then by the score that the night uses."""
+"""The best of some items for a vector: by products up to their rounding, then by the score that the night uses."""
 
 from functools import cached_property
 from typing import Final
@@ -7,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.model.ranking import Metric, rank
+from cache.native import loader
 
-DENSE: Final = 2
-"""Number of items to one that passes, below which all are multiplied: rows cost more to gather than to read on."""
 _DIRECT: Final = 512
 """Items that are ranked without a look at which may matter."""
 
@@ -47,10 +46,8 @@ class BestOf:
         self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
     ) -> NDArray[np.int64]:
         """Those that the rounding of a product may put among the best k; all where numbers are out of bounds."""
-        if len(ordinals) * DENSE > len(self._vectors):
-            scores = (self._vectors @ vector)[ordinals]
-        else:
-            scores = self._vectors[ordinals] @ vector
+        sent = np.ascontiguousarray(vector, np.float32), self._vectors, ordinals.astype(np.int64)
+        scores: NDArray[np.float32] = np.frombuffer(loader.kernels.dots(*sent), np.float32)
         own = float(np.sqrt(np.dot(vector, vector)))
         lengths = self._lengths[ordinals]
         if metric == "cosine":

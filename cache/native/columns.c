@@ -1,5 +1,6 @@
 /* What a batch of stored records costs per record, compiled; cache/native/loader.py says what stands in where it is not. */
 #include "answers.h"
+#include "dots.h"
 #include "flights.h"
 #include "hashes.h"
 #include "parts.h"
@@ -31,6 +32,7 @@ static PyMethodDef methods[] = {
     {"are_ids", are_ids, METH_VARARGS, "Whether each is bytes, at least one and at most so many."},
     {"getranges", getranges, METH_VARARGS, "One GETRANGE per page and offset, as bytes."},
     {"cut_texts", cut_texts, METH_VARARGS, "The texts between int32 cuts; None unless all is sound and ASCII."},
+    {"dots", dots, METH_VARARGS, "float32 products of a vector with rows of a matrix, by int64 ordinals."},
     {"plain", plain, METH_VARARGS, "A byte per record: whether it is a plain answer."},
     {"numbers", numbers, METH_VARARGS, "The first k numbers of each record, float32."},
     {"names", names, METH_VARARGS, "(ids of the first k items of each record, int32 cuts)."},
@@ -49,7 +51,7 @@ static int add_all(PyObject *module) {
         "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "payload", HEADER, "fingerprint", FINGERPRINT_AT, "count", COUNT_AT, "flags",
         FLAGS_AT, "exponent", EXPONENT_AT, "format_shift", FORMAT_SHIFT, "numeral", NUMERAL, "dropped_bits", DROPPED);
     if (add(module, "LAYOUT", layout) || add(module, "HashParts", PyType_FromSpec(&parts_spec))) return -1;
-    return PyModule_AddIntConstant(module, "VERSION", 3);
+    return PyModule_AddIntConstant(module, "VERSION", 4);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_all}, {0, NULL}};

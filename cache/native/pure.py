@@ -21,6 +21,8 @@ from cache.format.records.quantization import dequantize
 Buffer = Any
 """An object that lends its bytes as one contiguous buffer for the length of a call."""
 _INT32_MAX = 2**31 - 1
+DENSE = 2
+"""Number of rows to a chosen one, below which all are multiplied: rows cost more to gather than to read on."""
 
 
 class HashParts:
@@ -78,6 +80,20 @@ def hashes(ids: Sequence[bytes], seed: int, /) -> Buffer:
 def text_hashes(_data: Buffer, _cuts: Buffer, _seed: int, /) -> Buffer | None:
     """64-bit xxh3 of each text between int32 cuts; None unless these rise within the data, or if one is too long."""
     return None
+
+
+def dots(vector: Buffer, matrix: Buffer, ordinals: Buffer, /) -> Buffer:
+    """float32 products of `vector` [dims] with rows of `matrix` [rows, dims], by int64 ordinals; up to rounding.
+
+    Raises ValueError for a row that is not there.
+    """
+    one, chosen = np.frombuffer(vector, np.float32), np.frombuffer(ordinals, np.int64)
+    rows = np.frombuffer(matrix, np.float32).reshape(-1, len(one))
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(rows):
+        raise ValueError("a row that the matrix does not have")
+    if len(chosen) * DENSE > len(rows):
+        return (rows @ one)[chosen]
+    return rows[chosen] @ one
 
 
 def are_ids(ids: list[bytes], most: int, /) -> bool:

@@ -76,6 +76,12 @@ class Tiered:
         self.trace.one(view.generation, want, found)
         return found
 
+    def look(self, view: View, want: Want) -> Found | None:
+        """The record if L1 has it, for somebody who only looks: nothing is counted, and what goes first stays."""
+        entry = self.local.look(LocalKey(view.generation, want.table.name, want.key))
+        found = None if entry is None else judge(entry, want, "l1")
+        return found if isinstance(found, Found) else None
+
     async def get(self, view: View, want: Want, deadline: float | None = None) -> Outcome:
         """The record, or why there is none; `deadline` is monotonic and this caller's own, None: L2's is enough."""
         key = LocalKey(view.generation, want.table.name, want.key)

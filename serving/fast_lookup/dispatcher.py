@@ -131,12 +131,19 @@ class Hot:
         table = live.manifest.tables.get(asked.table)
         if table is None or refuses(table, options.k):
             return None
+        passing = None
+        if options.filter is not None:
+            # What passes must be known, and be asked of lists: else the routes behind find out, or say what is wrong.
+            if live.filtering is not None and table.kind == "topk":
+                passing = live.filtering.kept(options.filter)
+            if passing is None:
+                return None
         want = plain_want(live, table, asked.raw)
         options = fast_parse.tighter(options, deadline_s)
         query = scope["query_string"]
         request = scope["raw_path"] + (b"?" + query if query else b"")
         is_plain = want.position >= 0 and not live.blocks(table, asked.raw)
-        return Get(holding, table, asked, want, options, started, request, is_plain)
+        return Get(holding, table, asked, want, options, started, request, is_plain, passing)
 
     def joins(self, asked: Get) -> asyncio.Future[Told] | None:
         """The future answer to a GET that goes along with others, which needs no task; None if it does not."""
@@ -160,6 +167,8 @@ class Hot:
                 body = await singles.after(asked, told.result())
         except Exception:  # the routes behind say what is wrong, and count it
             log.exception("the hot route failed")
+            return None
+        if body is None:
             return None
         self._requests[GET_ROUTE] += 1
         return self._messages(body)

@@ -34,8 +34,10 @@ class Singles:
         self._clock = clock
         self._together = Together(service, batches, clock)
 
-    async def answer(self, get: Get) -> bytes:
-        """The body of the response."""
+    async def answer(self, get: Get) -> bytes | None:
+        """The body of the response; None if under its filter more than L1 is needed."""
+        if get.passing is not None:
+            return self._filtered(get) if get.is_plain else None
         if not get.is_plain:
             self._metrics.stage("parse", self._service.timer() - get.started)
             return await self._resolved(get, None)
@@ -56,6 +58,8 @@ class Singles:
         """
         together, live = self._together, get.holding.live
         if not (get.is_plain and together.is_busy and together.have_time(get)):
+            return None
+        if get.passing is not None:
             return None
         key = LocalKey(live.generation, get.asked.table, get.want.key)
         if self._tiers.local.look(key) is not None:
@@ -80,12 +84,25 @@ class Singles:
             deadline = self._ladder.l2_deadline(get.options, get.started)  # a clock of its own
         return await self._tiers.get(get.holding.live.view, get.want, deadline)
 
+    def _filtered(self, get: Get) -> bytes | None:
+        """The body made of the list in L1, if enough of it passes the filter; else nothing is counted."""
+        view, want = get.holding.live.view, get.want
+        found = self._tiers.look(view, want)
+        if found is None or (start := self._start(get, found)) is None:
+            return None
+        self._tiers.peek(view, want)  # now it is a hit
+        return self._told(get, found, start)
+
     def _rendered(self, get: Get, found: Found) -> bytes | None:
         """The body made of a stored record, counted; None if that is no plain answer."""
+        start = self._start(get, found)
+        return None if start is None else self._told(get, found, start)
+
+    def _start(self, get: Get, found: Found) -> bytes | None:
+        return start_of(get.holding.live, get.table, found, get.asked.id, get.k, get.passing)
+
+    def _told(self, get: Get, found: Found, start: bytes) -> bytes:
         live, asked = get.holding.live, get.asked
-        start = start_of(live, get.table, found, asked.id, get.k)
-        if start is None:
-            return None
         name = asked.table, asked.raw
         self._ladder.recent.append(name)
         source = Source(found.tier)

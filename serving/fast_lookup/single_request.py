@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from cache.filters.masks import Passing
 from cache.format.manifest import Table
 from cache.tiers.tiered import Want
 from serving.generations.served_set import Holding
@@ -23,6 +24,8 @@ class Get(NamedTuple):
     """Path and query, by which a ready answer is kept."""
     is_plain: bool
     """True if a record of the night may answer it."""
+    passing: Passing | None = None
+    """Items that pass its filter; None without one."""
 
     @property
     def k(self) -> int:

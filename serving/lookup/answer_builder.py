@@ -14,7 +14,14 @@ from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case, Partial
 from serving.metrics.registry import Metrics
-from serving.rendering.answer_fields import Barred, Prediction, complete, from_defaults, from_record
+from serving.rendering.answer_fields import (
+    Barred,
+    Prediction,
+    complete,
+    from_defaults,
+    from_record,
+    is_cut,
+)
 from serving.requests.models import RequestOptions
 from serving.usage.answer_sampling import Pick
 from serving.usage.request_observer import UsageObserver
@@ -101,8 +108,7 @@ class Reply:
         prediction = from_record(snapshot, table, record, case.k, barred, passing)
         if record.items is not None:
             left = len(prediction["items"])
-            # A list that is not full holds all that the entity may have.
-            if passing is not None and left < case.k and len(record.items) == table.layout.width:
+            if passing is not None and is_cut(prediction, record, table):
                 case.reason = MissReason.FILTERED
                 producer = "live" if record.live else "batch"
                 case.partial = Partial(prediction, snapshot, source, producer)

@@ -47,6 +47,15 @@ def from_record(
     return {"values": record.numbers, "labels": table.labels}
 
 
+def is_cut(prediction: Prediction, record: Record, table: Table) -> bool:
+    """Whether more items may pass a filter than these of a record's list: fewer than `k`, of a list that is full.
+
+    One that is not full holds all that the entity may have.
+    """
+    is_full = record.items is not None and len(record.items) == table.layout.width
+    return bool(prediction["short"]) and is_full
+
+
 def from_defaults(
     snapshot: Snapshot,
     table: Table,

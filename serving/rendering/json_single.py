@@ -3,6 +3,7 @@
 import numpy as np
 import orjson
 
+from cache.filters.masks import Passing
 from cache.format.manifest import Table
 from cache.format.records.codec import decode
 from cache.format.records.layout import NIGHTLY, plain_bits
@@ -10,7 +11,7 @@ from cache.tiers.l1 import Ready
 from cache.tiers.results import Found
 from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
-from serving.rendering.answer_fields import JSON, Answer, age_s, from_record, origin_of
+from serving.rendering.answer_fields import JSON, Answer, age_s, from_record, is_cut, origin_of
 from serving.rendering.json_batch import plain, texts_of
 
 AGE = "age_seconds"
@@ -54,13 +55,22 @@ def _around_age(origin: Answer) -> tuple[bytes, bytes]:
     return head, b"," + orjson.dumps(after)[1:]
 
 
-def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes | None:
+def start_of(
+    snapshot: Snapshot,
+    table: Table,
+    found: Found,
+    id_: str,
+    k: int,
+    passing: Passing | None = None,
+) -> bytes | None:
     """The answer's JSON up to its source, for an entity that sent nothing to compute from.
 
-    None for what is no plain answer: a live record, one with a flag to tell or beyond reading, an emptied list.
+    None for what is no plain answer: a live record, one with a flag to tell or beyond reading, an emptied list, a full
+    one of which fewer than `k` pass the filter.
     """
+    is_row = len(found.record) == table.layout.size_bytes
     try:
-        if table.kind == "topk" and len(found.record) == table.layout.size_bytes:
+        if table.kind == "topk" and is_row and passing is None:
             row = np.frombuffer(found.record, table.layout.dtype)
             if plain(snapshot, table, row, k)[0]:
                 return texts_of(snapshot, table, [id_], row, k, [b""])[0]
@@ -69,11 +79,13 @@ def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -
         if record.flags & plain_bits() != NIGHTLY:
             return None
         width = k if table.kind == "topk" else table.layout.width
-        prediction = from_record(snapshot, table, record, width, ())
+        prediction = from_record(snapshot, table, record, width, (), passing)
     except (
         Exception
     ):  # whatever a record holds, it costs nobody an answer: the ladder says what is wrong
         return None
     if record.items is not None and not prediction["items"]:
+        return None
+    if passing is not None and is_cut(prediction, record, table):
         return None
     return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]

@@ -35,7 +35,7 @@ class IdBatch(NamedTuple):
 
 
 class QueryOptions:
-    """The options of a URL by its query, for those that do no more than choose `k` and a deadline.
+    """The options of a URL by its query, for those that do no more than choose `k`, a deadline and a filter.
 
     Short ones are remembered: what a caller repeats is short, and no number of others can fill the memory.
     """
@@ -61,7 +61,8 @@ class QueryOptions:
             options = query_options(query, self._limits)
         except Problem:
             return None
-        return options if options == RequestOptions(options.deadline_s, options.k) else None
+        plain = RequestOptions(options.deadline_s, options.k, filter=options.filter)
+        return options if options == plain else None
 
 
 class Headers:

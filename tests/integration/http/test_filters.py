@@ -2,9 +2,11 @@
 
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import orjson
@@ -24,6 +26,7 @@ from serving.explain import cli as explain_cli
 from serving.explain import lookup_cli
 from serving.lookup.entity import Case
 from serving.ranking.filtered_lookup import FilteredLookup
+from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.nights import (
     NEXT,
     UNTIL,
@@ -357,3 +360,44 @@ async def test_where_no_vector_can_be_had_a_list_answers_as_far_as_it_goes(
     brands = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
     assert 0 < len(answer["items"]) < 30
     assert {brands[each] for each in answer["items"]} == {BRANDS[0]}
+
+
+@pytest.fixture
+def ways(shop: Shop) -> Iterator[Ways]:
+    yield from running(shop.night)
+
+
+def test_both_ways_send_the_same_bytes_under_a_filter(shop: Shop, ways: Ways) -> None:
+    rng, users, at_once = random.Random(SEED), sorted(shop.users), 0
+    for _ in range(QUICK // 4):
+        filter_ = quote(orjson.dumps(filter_of(rng)).decode(), safe="")
+        query = f"k={rng.randrange(1, 40)}&filter={filter_}".encode()
+        table = rng.choice(["user_topk", "user_topk", "item_similar", "user_vector"])
+        id_ = rng.choice(shop.ids if table == "item_similar" else [*users, "nobody"])
+        asked = Asked("GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query)
+        # The first works out what passes and fills L1, the second makes the answer ready, the third sends it so.
+        hot, routed = ways.both(asked)
+
+        assert hot == routed, f"seed {SEED}: {asked}"
+        assert ways.ask(asked) == routed[-1]
+        at_once += ways.hot.answer(asked.path + b"?" + query) is not None
+    assert at_once > QUICK // 40
+
+
+def test_an_answer_under_a_filter_is_counted_once(shop: Shop, ways: Ways) -> None:
+    # Given one that vectors answer, and one that the list does
+    few, many = {"==": ["brand", BRANDS[0]]}, {"exists": "price"}
+    for filter_, k in ((few, 50), (many, 5)):
+        query = f"k={k}&filter={quote(orjson.dumps(filter_).decode(), safe='')}".encode()
+        asked = Asked("GET", f"/v1/lookup/user_topk/{min(shop.users)}".encode(), query)
+        counts = []
+        for hot in (False, True):
+            ways.forget()
+            ways.ask(asked, hot=False)
+            before = ways.scraped("larder_answers_total"), ways.service.tiers.counters.total
+            ways.ask(asked, hot=hot)
+            after = ways.scraped("larder_answers_total"), ways.service.tiers.counters.total
+            answered = {name: each - before[0].get(name, 0) for name, each in after[0].items()}
+            counts.append((answered, after[1] - before[1]))
+        assert counts[0] == counts[1], f"seed {SEED}: {filter_}"
+        assert sum(counts[0][0].values()) >= 1

@@ -45,6 +45,29 @@ def test_names_are_the_bytes_of_the_ids_whatever_their_length(
     assert named.sizes.tolist() == [[len(raws[each]) for each in row] for row in rows]
 
 
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 70), st.sampled_from([1, 5, 40, 200]))
+def test_products_with_rows_are_those_of_numpy_up_to_rounding(
+    seed: int, dims: int, chosen: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    matrix, vector = (
+        rng.standard_normal((90, dims)).astype("f4"),
+        rng.standard_normal(dims).astype("f4"),
+    )
+    ordinals = rng.integers(0, 90, chosen)
+
+    for kernels in (pure, loader.load({})):
+        found = np.frombuffer(kernels.dots(vector, matrix, ordinals), np.float32)
+
+        wanted = matrix[ordinals].astype(np.float64) @ vector
+        bound = dims * 2.0**-23 * np.abs(matrix[ordinals]).astype(np.float64) @ np.abs(vector)
+        assert (np.abs(found - wanted) <= bound + 1e-30).all()
+        for wrong in ([90], [0, -1]):
+            with pytest.raises(ValueError, match="the matrix does not have"):
+                kernels.dots(vector, matrix, np.array(wrong))
+
+
 @pytest.mark.parametrize("offsets", [[0, 1, 9], [0, 2, 1], [0], [2**63, 2**64 - 1]])
 def test_a_catalogue_that_ends_early_is_no_catalogue(offsets: list[int]) -> None:
     record = np.zeros(1, Layout("topk", 2, "f2").dtype)

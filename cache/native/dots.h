@@ -1,0 +1,58 @@
+/* Products of one vector with chosen rows of a matrix where they lie: gathering them first costs four times as much. */
+#ifndef LARDER_DOTS_H
+#define LARDER_DOTS_H
+
+#include "taken.h"
+
+#define AHEAD 4 /* rows that are on their way while one is multiplied */
+
+typedef float sixteen __attribute__((vector_size(64), aligned(4), may_alias));
+
+/* In an order of summation that vectors like: equal to other sums up to rounding only. */
+static float near_dot(const any_f32 *a, const any_f32 *b, Py_ssize_t dims) {
+    sixteen lanes = {0};
+    float sum = 0;
+    Py_ssize_t i = 0;
+    for (; i + 16 <= dims; i += 16) lanes += *(const sixteen *)(a + i) * *(const sixteen *)(b + i);
+    for (; i < dims; i++) sum += a[i] * b[i];
+    for (i = 0; i < 16; i++) sum += lanes[i];
+    return sum;
+}
+
+static void prefetch_row(const any_f32 *row, Py_ssize_t dims) {
+    for (Py_ssize_t i = 0; i < dims && i < 512; i += 16) __builtin_prefetch(row + i);
+}
+
+/* float32 products, as bytes, of `vector` [dims] and the rows `ordinals` (int64) of `matrix` [any number, dims]. */
+static PyObject *dots(PyObject *module, PyObject *args) {
+    PyObject *sent[3], *out = NULL;
+    taken vector = {0}, matrix = {0}, chosen = {0};
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOO", &sent[0], &sent[1], &sent[2])) return NULL;
+    if (!take(sent[0], &vector) || !take(sent[1], &matrix) || !take(sent[2], &chosen)) goto end;
+    Py_ssize_t dims = vector.view.len / 4, count = chosen.view.len / 8;
+    Py_ssize_t rows = dims ? matrix.view.len / 4 / dims : 0;
+    const any_i64 *ordinals = chosen.view.buf;
+    const any_f32 *one = vector.view.buf, *all = matrix.view.buf;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (ordinals[i] < 0 || ordinals[i] >= rows) {
+            wrong("a row that the matrix does not have");
+            goto end;
+        }
+    out = PyBytes_FromStringAndSize(NULL, count * 4);
+    if (!out) goto end;
+    any_f32 *found = (any_f32 *)PyBytes_AS_STRING(out);
+    Py_BEGIN_ALLOW_THREADS;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) prefetch_row(all + ordinals[i + AHEAD] * dims, dims);
+        found[i] = near_dot(one, all + ordinals[i] * dims, dims);
+    }
+    Py_END_ALLOW_THREADS;
+end:
+    give(&vector);
+    give(&matrix);
+    give(&chosen);
+    return out;
+}
+
+#endif
