@@ -3,14 +3,16 @@
 - `vs_faiss_selector`: the best 100 of the items that pass, 40,981 x 128, one in ten passing, against
   `IndexFlatIP.search` with `IDSelectorBatch` of the same ids; one thread, a query at a time, answers per second.
 - `half_vs_faiss_selector`, `hundredth_vs_faiss_selector`: the same where half and one in a hundred pass.
-- `from_list`: `GET ...?k=20&filter=...` that the stored list in L1 answers, over the same without a filter: requests
-  per second of the service's processor time. `from_list_first`: no request comes twice, so no answer is kept as bytes.
+- `without`: `GET ...?k=20`, whose generation has attributes, over the same of one without: requests per second of the
+  service's processor time, from L1.
+- `from_list`: `GET ...?k=20&filter=...` that the stored list in L1 answers, over the same without a filter, as
+  above. `from_list_first`: no request comes twice, so no answer is kept as bytes.
 """
 
 import itertools
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +29,13 @@ from numpy.typing import NDArray
 
 from cache.filters.best import BestOf
 from tests.bench.tools.harness import Options, Report, alternate, compare, parse
-from tests.bench.tools.http_load import program
+from tests.bench.tools.http_load import Program, program
 from tests.bench.tools.place import own_server
 from tests.bench.tools.sockets import per_cpu_s, request
 from tests.integration.nights import UNTIL, environment, histories, prepare, publish_night
 
 Numbers = NDArray[np.float32]
+Spelling = Callable[[str, int], str]
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 ITEMS, DIMS, K = 40_981, 128, 100
 USERS = 200
@@ -76,6 +79,8 @@ def _rate(answer: Callable[[Numbers], object], users: Numbers) -> float:
 
 def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> None:
     """Over HTTP, from L1."""
+    plain = prepare(folder / "plain", redis_url, users=1_000, items=2_000)
+    publish_night(plain, UNTIL)
     config = prepare(folder / "shop", redis_url, users=1_000, items=2_000)
     path = config.path("items.parquet")
     table = pq.read_table(path)
@@ -85,23 +90,28 @@ def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> 
     publish_night(config, UNTIL)
     users = random.Random(0).sample(sorted(histories(config)), USERS)
     count = 2_000 if options.quick else 5_000
+    filter_ = "&filter=" + quote('{"<":["price",80]}', safe="")
     serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
-    sent = quote('{"<":["price",80]}', safe="")
-    with program(serve, folder / "log", environment(config)) as larder:
-        for name, spell in (("from_list", quoted), ("from_list_first", spelt)):
+    with (
+        program(serve, folder / "log", environment(config)) as filtering,
+        program(serve, folder / "plain.log", environment(plain)) as without,
+    ):
+
+        def run(target: Program, spell: Spelling, numbers: Iterator[int], more: str) -> float:
+            some = list(itertools.islice(numbers, count))
+            ids = [spell(users[number % len(users)], number) for number in some]
+            sending = [request(f"/v1/lookup/user_topk/{each}?k=20{more}") for each in ids]
+            return per_cpu_s(target, sending, count)
+
+        for name, spell, baseline, more in (
+            ("without", quoted, without, ""),
+            ("from_list", quoted, filtering, filter_),
+            ("from_list_first", spelt, filtering, filter_),
+        ):
             numbers = itertools.count()
-
-            def run(more: str, spell: Any = spell, numbers: Any = numbers) -> float:
-                ids = [
-                    spell(users[number % len(users)], number)
-                    for number in itertools.islice(numbers, count)
-                ]
-                sending = [request(f"/v1/lookup/user_topk/{each}?k=20{more}") for each in ids]
-                return per_cpu_s(larder, sending, count)
-
             found = compare(
-                {"unfiltered": partial(run, "")},
-                {"filtered": partial(run, f"&filter={sent}")},
+                {"unfiltered": partial(run, baseline, spell, numbers, "")},
+                {"candidate": partial(run, filtering, spell, numbers, more)},
                 rounds=options.rounds,
             )
             (report.ratios[name],) = found.values()
