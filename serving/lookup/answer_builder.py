@@ -138,13 +138,15 @@ class Reply:
         self._finish(case, prediction, snapshot, source, producer, turn, {})
 
     def settle(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
-        """Answers with what of a list passes the filter; that others may pass as well is told by the reason."""
+        """Answers with what of a list passes the filter; that others pass as well is told by `short` and the reason."""
         if case.partial is None:
             self.default(case, snapshot, turn)
             return
-        # Of the generation that the list is of, which may be the previous one.
-        prediction, snapshot, source, producer = case.partial
-        self._finish(case, prediction | {"short": False}, snapshot, source, producer, turn, {})
+        # Of the generation that the list is of, which may be the previous one: what its users had is not known here.
+        prediction, of, source, producer = case.partial
+        gone = left_out(case, of, turn) if of is snapshot else np.empty(0, np.int64)
+        is_short = _is_short(case, of, turn, gone)
+        self._finish(case, prediction | {"short": is_short}, of, source, producer, turn, {})
 
     def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         """Answers with what holds for everybody."""
@@ -153,6 +155,8 @@ class Reply:
         prediction = from_defaults(
             snapshot, case.table, case.entity, case.k, barred, turn.passing(snapshot)
         )
+        if turn.passing(snapshot) is not None and case.table.kind == "topk":
+            prediction["short"] = _is_short(case, snapshot, turn, left_out(case, snapshot, turn))
         producer = "defaults" if case.table.kind == "topk" else None
         self._finish(case, prediction, snapshot, Source.DEFAULT, producer, turn, {})
 
@@ -206,3 +210,22 @@ class Reply:
                 snapshot.generation, case.table.name, raw, source, producer, self._clock(),
                 fields=case.answer, sent=sent, barred=barred,
             ))  # fmt: skip
+
+
+def left_out(case: Case, snapshot: Snapshot, turn: Turn) -> NDArray[np.int64]:
+    """Ordinals int64 that a list leaves out: what the night knew and the caller sends of the past included."""
+    gone = turn.excluded(snapshot) | case.history_in(snapshot).seen | snapshot.blocked
+    if (own := case.own_ordinal) is not None:  # no item is similar to itself
+        gone |= {own}
+    ordinals = np.array(sorted(gone), np.int64)
+    if case.table.entity == "user" and snapshot.seen is not None and case.want.position >= 0:
+        ordinals = np.concatenate([ordinals, snapshot.seen.of(case.want.position)])
+    return ordinals[ordinals >= 0]  # of what is excluded some may be no items
+
+
+def _is_short(case: Case, snapshot: Snapshot, turn: Turn, gone: NDArray[np.int64]) -> bool:
+    """Whether fewer than k items pass the filter in all, without those that are gone."""
+    passing = turn.passing(snapshot)
+    if passing is None:
+        return False
+    return passing.count - int(passing.among(np.unique(gone)).sum()) < case.k

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from serving.answers.sources import Source
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
-from serving.lookup.answer_builder import Turn
+from serving.lookup.answer_builder import Turn, left_out
 from serving.lookup.entity import Case, cases_of
 from serving.lookup.ladder import Ladder
 from serving.ranking.filters import Filters, Search
@@ -83,11 +83,5 @@ class FilteredLookup:
 
 
 def _search_of(case: Case, snapshot: Snapshot, vector: NDArray[np.float32], turn: Turn) -> Search:
-    """Search that leaves out what a list leaves out: what the night knew and the caller sends of the past included."""
-    gone = turn.excluded(snapshot) | case.history_in(snapshot).seen | snapshot.blocked
-    if (own := case.own_ordinal) is not None:  # no item is similar to itself
-        gone |= {own}
-    ordinals = np.array(sorted(gone), np.int64)
-    if case.table.entity == "user" and snapshot.seen is not None and case.want.position >= 0:
-        ordinals = np.concatenate([ordinals, snapshot.seen.of(case.want.position)])
-    return Search(vector, ordinals, case.k, metric_of(snapshot, case.table))
+    """Search that leaves out what a list leaves out."""
+    return Search(vector, left_out(case, snapshot, turn), case.k, metric_of(snapshot, case.table))

@@ -400,6 +400,32 @@ async def test_where_no_vector_can_be_had_a_list_answers_as_far_as_it_goes(
     assert {brands[each] for each in answer["items"]} == {BRANDS[0]}
 
 
+@pytest.mark.parametrize("user", ["known", "nobody"])
+async def test_short_means_that_fewer_pass_in_all_also_of_what_is_not_found_by_vectors(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, user: str
+) -> None:
+    async def none(_self: object, _holding: object, cases: list[Case], _turn: object) -> list[None]:
+        return [None] * len(cases)
+
+    monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
+    known = min(shop.users)
+    seen = shop.seen[known] if user == "known" else set()
+    filter_ = {"==": ["brand", BRANDS[0]]}
+    passing = [at for at, each in enumerate(shop.attributes) if each.get("brand") == BRANDS[0]]
+    left = [at for at in passing if at not in seen]
+    out = [shop.ids[at] for at in left[40:]] + ["no-such-item"]
+    shorts = []
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        for k in (40, 41):
+            id_ = known if user == "known" else user
+            body = {"entities": [id_], "k": k, "filter": filter_, "exclude": out}
+            (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+            assert len(answer["items"]) < 40
+            shorts.append(answer["short"])
+
+    assert len(left) > 41 and shorts == [False, True]
+
+
 @pytest.fixture
 def ways(shop: Shop) -> Iterator[Ways]:
     yield from running(shop.night)
