@@ -22,6 +22,7 @@ from types import FrameType
 from typing import NoReturn
 
 from cache.errors import LarderError
+from cache.process.command_line import json_text
 from cache.process.interrupts import never_swallowed
 from precompute.cli.console import Told, bars_on, err, out, show
 from precompute.cli.parser import PROG, parser_of_commands
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         ):
             found = arguments.run(config, arguments, progress)
         told = found if isinstance(found, Told) else Told(found)
-        show(told.shown, out)
+        is_plain = isinstance(told.shown, dict)
+        show(json_text(told.shown) if arguments.json and is_plain else told.shown, out)
     except KeyboardInterrupt:
         err.print("interrupted; run the same command again to go on where it stopped")
         return 130

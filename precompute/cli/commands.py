@@ -14,7 +14,7 @@ from cache.store.blocklist import change_blocklist
 from precompute.builds.night import Night, size_text
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import hand_over
-from precompute.cli.console import Found, Told, err
+from precompute.cli.console import Found, Told, err, table_of
 from precompute.cli.status_report import look, report
 from precompute.cli.status_table import shown
 from precompute.cli.step_commands import standing_name
@@ -37,6 +37,20 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     data_until, attempt = arguments.data_until, arguments.attempt or new_attempt()
     named = standing_name(config, data_until)
     steps = run_night(Night(config, attempt, data_until, named=named, progress=progress))
+    if arguments.json:
+        return {
+            "generation": steps[0][1].found["generation"],
+            "seconds": round(sum(seconds for _, _, seconds in steps), 3),
+            "steps": [
+                {
+                    "step": step,
+                    "what": row.what,
+                    "seconds": round(seconds, 3),
+                    "size_bytes": row.size_bytes,
+                }
+                for step, row, seconds in steps
+            ],
+        }
     table = Table("step", "what", "seconds", "rate", "size")
     for column in table.columns[2:]:
         column.justify, column.no_wrap = "right", True
@@ -48,9 +62,19 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     return [table]
 
 
-def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
     """The reference bundle, trained on the configured sources."""
-    return train_reference(config, data_until=arguments.data_until, progress=progress)
+    found = train_reference(config, data_until=arguments.data_until, progress=progress)
+    if arguments.json:
+        return found
+    lines: list[Any] = [table_of(found)]
+    if found["recall_at_20"] is not None:
+        held = "the latest" if found["held_out"] == "latest" else "some"
+        lines.append(
+            f"Of {held} that users did, held out, {found['recall_at_20']:.0%} stood among 20 suggestions: the best of "
+            f"{found['shapes_tried']} models tried."
+        )
+    return lines
 
 
 def hand_over_bundle(

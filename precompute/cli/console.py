@@ -93,19 +93,24 @@ Command = Callable[[NightConfig, argparse.Namespace, Progress], Found | Told]
 """A command of the shell: what it does, and what it found to show."""
 
 
+def table_of(found: dict[str, Any]) -> Table:
+    """A row for each name that has a value."""
+    table = Table(show_header=False, box=None)
+    for name, value in found.items():
+        if value is None or value == []:
+            continue
+        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        table.add_row(name, Text(text))
+    return table
+
+
 def show(found: Found | str, out: Console) -> None:
     """Prints what a command found; where nobody looks, plain and never wrapped."""
     if isinstance(found, str):
         out.file.write(f"{found}\n")
         return
     if isinstance(found, dict):
-        table = Table(show_header=False, box=None)
-        for name, value in found.items():
-            if value is None or value == []:
-                continue
-            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            table.add_row(name, Text(text))
-        found = [table]
+        found = [table_of(found)]
     console = out if out.is_terminal else Console(width=PLAIN_COLUMNS, no_color=True)
     for each in found:
         if isinstance(each, Table) and not out.is_terminal:

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich.table import Table
 
@@ -79,11 +80,28 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
         for each in standings
         if raw is None or (each.erasure.raw == raw and each.erasure.kind == kind)
     ]
-    found = _shown(shown, dropped if erasure is not None and config.redis_url else None)
+    counted = dropped if erasure is not None and config.redis_url else None
     done = {each.erasure.number for each in shown if not each.erasure.is_pending}
-    if erasure is not None and is_new and erasure.number in done:
-        found += _unheld(config, erasure)
-    return found
+    is_unheld = erasure is not None and is_new and erasure.number in done
+    notes = _unheld(config, erasure) if erasure is not None and is_unheld else []
+    if arguments.json:
+        rows = [_row(each) for each in shown]
+        return {"erasures": rows, "overlays_dropped": counted, "notes": notes}
+    return [*_shown(shown, counted), *notes]
+
+
+def _row(each: Standing) -> dict[str, Any]:
+    """An erasure for programs."""
+    erasure = each.erasure
+    return {
+        "entity": erasure.entity,
+        "as": erasure.kind,
+        "asked_at": iso(erasure.at),
+        "stands": each.word,
+        "done_at": erasure.done_at and iso(erasure.done_at),
+        "reason": erasure.reason,
+        "held_by": [{"holder": _holder(held), "until": when} for held, when in each.held],
+    }
 
 
 def _unheld(config: NightConfig, erasure: Erasure) -> list[str]:

@@ -180,7 +180,6 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
         "generations with state, size, gates and pins, replicas, the next one expected; exit code 3 where not all is "
         "well, also without Redis",
     )
-    command.add_argument("--json", action="store_true", help="for programs")
     command.set_defaults(redis="if running")
     command = add(
         "worklist",
@@ -204,7 +203,6 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     )
     command.add_argument("--since", metavar="TIME", help="ISO 8601, UTC unless it says otherwise")
     command.add_argument("--entity", metavar="ID", help="only what was done about this entity")
-    command.add_argument("--json", action="store_true", help="for programs")
     command.set_defaults(redis="none")
     command = add("plan", planning.plan, planning.DESCRIPTION)
     planning.add_options(command)
@@ -227,6 +225,7 @@ def _add_shared_options(to: argparse.ArgumentParser | argparse._ArgumentGroup) -
     to.add_argument("--bundle", metavar="DIR", type=_place, help="the model bundle")
     to.add_argument("--shards", type=int, help="hash ranges to score separately")
     to.add_argument("--quiet", action="store_true", help="no progress bars")
+    to.add_argument("--json", action="store_true", help="what was found, for programs")
     to.add_argument("--debug", action="store_true", help="tracebacks of errors")
 
 

@@ -67,7 +67,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--l1-mb", type=int, nargs="+", metavar="MIB", default=list(default.l1_mib),
         help="sizes of L1 per process, in MiB (default 64 256 1024)",
     )  # fmt: skip
-    command.add_argument("--json", action="store_true", help="one JSON object, bytes and seconds")
 
 
 def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:

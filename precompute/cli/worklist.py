@@ -50,6 +50,9 @@ def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Prog
     found = lines(store, counts, None if pointer is None else pointer.generation)
     if arguments.export is not None:
         export(found, Path(arguments.export))
+    if arguments.json:
+        rows = [each._asdict() for each in found[: arguments.limit]]
+        return {"ids": len(found), "rows": rows}
     shown = Table("table", "id", "reads", "standing")
     shown.columns[2].justify = "right"
     for each in found[: arguments.limit]:

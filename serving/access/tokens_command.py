@@ -46,9 +46,12 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
         if sent.command == "list":
             print(_listed(read_tokens(path), as_json=sent.json))
         elif sent.command == "add":
-            print(_added(config, path, sent))
+            token = _added(config, path, sent)
+            print(json_text({"name": sent.name, "token": token}) if sent.json else token)
         else:
             _revoke(config, path, sent)
+            if sent.json:
+                print(json_text({"name": sent.name, "revoked": True}))
     except LarderError as error:
         print(f"larder: {error.message}", file=sys.stderr)
         return 2
@@ -75,10 +78,11 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     add.add_argument("--in-flight", type=int, help="requests under way at once")
     add.add_argument("--reason", default="", help="kept in the audit log")
     listed = commands.add_parser("list", help="names with what they may do")
-    listed.add_argument("--json", action="store_true", help="for programs")
     revoke = commands.add_parser("revoke", help="refuse a token from now on")
     revoke.add_argument("name")
     revoke.add_argument("--reason", default="", help="kept in the audit log")
+    for each in (add, listed, revoke):
+        each.add_argument("--json", action="store_true", help="for programs")
     return parser
 
 

@@ -19,6 +19,10 @@ def main(words: Sequence[str], *, prog: str) -> int:
     sent = argument_parser(prog).parse_args(words)
     here, target = Path.cwd(), Path(sent.output).absolute()
     folder = Path(sent.folder).absolute()
+    if folder.is_file():
+        raise ConfigError(
+            f"{sent.folder} is a file: name the folder that holds it, such as {os.path.relpath(folder.parent, here)}"
+        )
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {sent.folder}: name the one that holds your files")
     if target.exists() and not sent.force:

@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 import orjson
 
 from cache.errors import LarderError
+from cache.process.command_line import json_text
 from cache.process.extras import missing
 from serving.access.client_tls import add_tls_options, context_of
 
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     try:
         tls = context_of(sent)
         body = fetch(sent.url, sent.token, tls)
-        if sent.once:
+        if sent.json:
+            print(json_text(body))
+        elif sent.once:
             _print(body)
         else:
             _watch(functools.partial(fetch, sent.url, sent.token, tls), sent.every, body)
@@ -117,6 +120,7 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     add_tls_options(parser)
     parser.add_argument("--once", action="store_true", help="print and exit")
+    parser.add_argument("--json", action="store_true", help="once, for programs")
     parser.add_argument("--every", type=_seconds, default=2.0, help="seconds, default %(default)s")
     return parser
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
     before = json.loads(larder(shop, "check", "--json", code=3, environ=redis))
     assert {each["what"] for each in before if each["state"] == "to do"} == {"bundle"}
 
-    larder(shop, "train", "--quiet")
+    told = larder(shop, "train", "--quiet")
+    assert " stood among 20 suggestions: the best of " in told
     larder(shop, "check", environ=redis)
     assert " gates passed" in larder(shop, "night", environ=redis)
     status = json.loads(larder(shop, "status", "--json", environ=redis))
@@ -66,6 +68,16 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
         refused = larder(shop, "lookup", "nothing", "u-00001", "--url", url, code=1)
         assert "there is no table 'nothing'; there are item_similar," in refused
         assert refused.startswith("larder: ") and refused.count("\n") == 1
+
+        # What programs read is JSON alone, of all commands.
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        again = json.loads(larder(shop, "night", "--json", "--data-until", now, environ=redis))
+        assert [each["step"] for each in again["steps"]][:2] == ["begin", "embed_items"]
+        generation = again["generation"]
+        erased = json.loads(larder(shop, "erase", "--list", "--json", environ=redis))
+        assert erased == {"erasures": [], "overlays_dropped": None, "notes": []}
+        top = json.loads(larder(shop, "top", "--url", url, "--json", environ=redis))
+        assert top["verdict"]
 
         seen = json.loads(larder(shop, "status", "--json", environ=redis))
         assert (seen["live"], len(seen["replicas"])) == (generation, 1)

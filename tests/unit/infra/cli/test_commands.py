@@ -1,10 +1,12 @@
 """`larder`: its help, its table of commands, and the line that it prints where it cannot go on."""
 
+import argparse
 import os
 import re
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,26 @@ def test_the_page_has_every_command() -> None:
 def test_every_command_of_the_modules_can_be_reached() -> None:
     assert {each.name for each in ENTRIES if each.module == NIGHT} == set(commands_of("larder"))
     assert set(_COMMANDS.items()) <= {(each.name, each.module) for each in ENTRIES}
+
+
+WATCHED = {"demo", "redis", "completion", "serve"}
+"""Commands whose output is for whoever watches them, or is no finding."""
+
+
+def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """A command's parsers that have no commands of their own."""
+    choices = [
+        each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)
+    ]
+    return [leaf for each in choices for one in each.values() for leaf in leaves(one)] or [parser]
+
+
+@pytest.mark.parametrize("name", [each.name for each in ENTRIES if each.name not in WATCHED])
+def test_a_command_tells_programs_in_json(name: str) -> None:
+    made = import_module(BY_NAME[name].module).argument_parser(f"larder {name}")
+
+    for leaf in leaves(made):
+        assert "--json" in leaf._option_string_actions, leaf.prog
 
 
 @pytest.mark.parametrize("name", [each.name for each in ENTRIES if each.name != "completion"])
