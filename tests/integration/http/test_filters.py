@@ -469,7 +469,7 @@ def test_an_answer_under_a_filter_is_counted_once(shop: Shop, ways: Ways) -> Non
 
 @pytest.mark.storm
 def test_an_hour_of_distinct_filters_does_not_grow_memory(shop: Shop) -> None:
-    users, count = sorted(shop.users), 36_864  # ten a second
+    users, count = sorted(shop.users), 18_432  # five a second
     for ways in running(shop.night, l1_bytes=1 << 20):
         live = ways.service.holding().live
         assert live.filtering is not None
@@ -481,9 +481,8 @@ def test_an_hour_of_distinct_filters_does_not_grow_memory(shop: Shop) -> None:
                 filter_ = quote(f'{{"<":["price",{1 + number / 1e6}]}}', safe="")
                 id_ = quote(users[number % len(users)], safe="")
                 path = f"/v1/lookup/user_topk/{id_}".encode()
-                for _ in range(2):
-                    sent = ways.ask(Asked("GET", path, f"k=3&filter={filter_}".encode()))
-                    assert sent.status == 200
+                sent = ways.ask(Asked("GET", path, f"k=3&filter={filter_}".encode()))
+                assert sent.status == 200
             gc.collect()
             return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
