@@ -35,7 +35,7 @@ KINDS = {
     "scikit-learn NMF": Kind("scikit-learn", "factors", "nmf"),
     "EASE": Kind("larder", "factors", "ease_weights"),
     "SLIM": Kind("scikit-learn", "factors", "slim"),
-    "LightFM WARP": Kind("lightfm", "factors", "warp"),
+    "LightFM WARP": Kind("rectools-lightfm", "factors", "warp"),
     "RecTools PureSVD": Kind("RecTools", "factors", "pure_svd"),
     "RecBole BPR": Kind("recbole", "libraries", "pairs"),
     "RecBole SASRec": Kind("recbole", "libraries", "sas_rec"),
