@@ -1,4 +1,4 @@
-/* Products of one vector with chosen rows of a matrix where they lie: gathering them first costs four times as much. */
+/* Products of one vector with chosen rows of a matrix, where they lie: gathered first, they would be read twice. */
 #ifndef LARDER_DOTS_H
 #define LARDER_DOTS_H
 

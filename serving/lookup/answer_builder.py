@@ -224,7 +224,7 @@ def left_out(case: Case, snapshot: Snapshot, turn: Turn) -> NDArray[np.int64]:
 
 
 def _is_short(case: Case, snapshot: Snapshot, turn: Turn, gone: NDArray[np.int64]) -> bool:
-    """Whether fewer than k items pass the filter in all, without those that are gone."""
+    """True if fewer than k items pass the filter in all, without those that are gone."""
     passing = turn.passing(snapshot)
     if passing is None:
         return False

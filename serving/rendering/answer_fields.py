@@ -48,7 +48,7 @@ def from_record(
 
 
 def is_cut(prediction: Prediction, record: Record, table: Table) -> bool:
-    """Whether more items may pass a filter than these of a record's list: fewer than `k`, of a list that is full.
+    """True if more items may pass a filter than these of a record's list: fewer than `k`, of a list that is full.
 
     One that is not full holds all that the entity may have.
     """

@@ -414,7 +414,7 @@ def test_without_redis_copies_on_hosts_are_named_and_can_be_declared_gone(
     store, generation = config.store(), f"20260101T000000Z-{'0' * 12}"
     record_copies(store, generation)
     asked = {"entity": "somebody", "kind": "user", "list": False, "status": False, "forget": False}
-    asked |= {"reason": None, "gone": None}
+    asked |= {"reason": None, "gone": None, "json": False}
 
     table, *lines = erase(config, argparse.Namespace(**asked), quiet)
 

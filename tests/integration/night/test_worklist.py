@@ -103,7 +103,7 @@ def test_the_command_shows_and_exports_with_what_is_known_of_each(
             client.zincrby(keys.cold(each), count, f"user_topk:{name}")
     path = tmp_path / "worklist.csv"
 
-    shown, said = worklist(night, argparse.Namespace(limit=2, export=str(path)), quiet)
+    shown, said = worklist(night, argparse.Namespace(limit=2, export=str(path), json=False), quiet)
 
     assert getattr(shown, "row_count", None) == 2 and str(said).startswith("3 ids: ")
     with path.open(encoding="utf-8", newline="") as file:
@@ -115,4 +115,4 @@ def test_the_command_shows_and_exports_with_what_is_known_of_each(
         ["user_topk", "a,b", "1", "no input"],
     ]
     with pytest.raises(ConfigError, match="--limit"):
-        worklist(night, argparse.Namespace(limit=0, export=None), quiet)
+        worklist(night, argparse.Namespace(limit=0, export=None, json=False), quiet)
