@@ -46,7 +46,7 @@ from tests.unit.cache.filters.columns import passes
 
 SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
 ITEMS, USERS = 600, 150
-QUICK, STORM = 240, 10_000
+QUICK, STORM = 400, 10_000
 BRANDS = [f"brand-{each}" for each in range(7)] + ["größe", "x,y"]
 TAGS = ["new", "sale", "blue", "red"]
 DAY_US = 86_400_000_000
