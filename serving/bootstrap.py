@@ -143,7 +143,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
         has_tokens=config.has_tokens, drain=refresher.drain, nights=nights, trial=trial, expose=Exposition(exposed),
         dashboard=dashboard, explainer=explainer, quality=quality,
-        filters=filters, filtered=FilteredLookup(ladder, filters).lookup,
+        filters=filters, reshaped=FilteredLookup(ladder, filters).lookup,
     )  # fmt: skip
     try:
         await refresher.start()

@@ -73,10 +73,10 @@ def _part(title: str, kind: type[Any], chosen: Collection[str]) -> Iterator[str]
 
 
 def _default(field: FieldInfo) -> str:
-    value: Any = field.default
+    value: Any = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "must be given"
-    if value is None or value in ("", ()):
+    if value is None or value in ("", (), {}):
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

@@ -188,6 +188,13 @@ class ServingConfig(SharedConfig, Bounds):
     with more lists, objects, texts and numbers than `max_ids` + 2 x `max_numbers` + 8 x `max_batch` + 64 is refused
     unread (422 `too_many_values`), as is an Arrow stream of more than 64 record batches."""
 
+    boost_max: Annotated[float, Field(ge=1, le=1_000)] = 4.0
+    """Largest factor of a boost that a request may send, and by its reciprocal the smallest; 1: none but declared
+    ones, whose factors are theirs."""
+    rerank: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Re-rankings that requests may name, one section each with `boost`, `diversify` or both, such as
+    `[serving.rerank.varied]` with `diversify = {attribute = "brand", most = 2}`."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bodies_bytes < self.body_bytes:

@@ -1,4 +1,4 @@
-"""Filters: which items of a generation pass an expression over their attributes, and the best of those for a vector.
+"""Filters over the attributes of a generation's items, the best of what passes for a vector, and another order of it.
 
-Imports cache.format and cache.model. Start at `expression`, then `masks`.
+Imports cache.format and cache.model. Start at `expression`, then `masks`; `reranking` stands alone.
 """

@@ -24,7 +24,7 @@ class Filtering:
     def __init__(
         self, attributes: ItemAttributes, vectors: NDArray[np.float32], bytes_max: int = BYTES_MAX
     ) -> None:
-        self.items = attributes.count
+        self.attributes = attributes
         self._masks = Masks(attributes, bytes_max)
         self._best = BestOf(vectors)
 

@@ -34,6 +34,14 @@ class UnknownAttribute(InvalidFilter):
     code = "unknown_attribute"
 
 
+def unknown_attribute(name: str, known: Mapping[str, str], place: str) -> UnknownAttribute:
+    """Refusal of an attribute by its name, with the kinds of those that items have."""
+    has = f"; they have {', '.join(known)}" if known else " here, nor any other"
+    return UnknownAttribute(
+        f"items have no attribute {name!r}{has}", field=place, attributes=dict(known)
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Passing:
     """Items that pass, one bit each (little-endian within a byte), and how many they are."""
@@ -106,13 +114,7 @@ def _combining(expression: Combining, masks: list[Mask]) -> Mask:
 def _comparing(each: Comparing, attributes: ItemAttributes) -> Mask:
     column = attributes.columns.get(each.attribute)
     if column is None:
-        known = attributes.kinds
-        raise UnknownAttribute(
-            f"items have no attribute {each.attribute!r}"
-            + (f"; they have {', '.join(known)}" if known else " here, nor any other"),
-            field=each.place,
-            attributes=known,
-        )
+        raise unknown_attribute(each.attribute, attributes.kinds, each.place)
     if each.operator not in OPERATORS[column.kind]:
         raise InvalidFilter(
             f"{each.attribute} is of kind {column.kind}, which takes {', '.join(OPERATORS[column.kind])}",

@@ -49,6 +49,7 @@ class Origin:
     reason: Annotated[str | None, Say("Why this is not a plain hit; `exhausted`: fewer than k were left", TOLD)] = None
     live: Annotated[str | None, Say("Why live did not answer, though it could; `overloaded`: left out", TOLD)] = None
     dropped_history: Annotated[int, Say("History ids the model does not know", TOLD)] = 0
+    reranked: Annotated[str | None, Say("What changed the order: `boost`, `diversify` or both, with `+`", TOLD)] = None
     stale: Annotated[str | None, Say("Why this replica may lag behind", TOLD)] = None
 
 

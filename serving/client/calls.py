@@ -56,6 +56,8 @@ class Options:
     canary_key: Id | None = None
     filter: Mapping[str, Any] | None = None
     """Expression over attributes of items, such as `{"<": ["price", 20]}`: only what passes it is answered."""
+    rerank: Mapping[str, Any] | str | None = None
+    """Name of a declared re-ranking, or one such as `{"diversify": {"attribute": "brand", "most": 2}}`."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a deadline that no wait can have."""
@@ -75,6 +77,8 @@ class Options:
             body["canary_key"] = as_id(self.canary_key)
         if self.filter is not None:
             body["filter"] = dict(self.filter)
+        if isinstance(self.rerank, Mapping):
+            body["rerank"] = dict(self.rerank)
         return {name: value for name, value in body.items() if value is not None}
 
 

@@ -1,19 +1,24 @@
 """Settings of the service as its parts take them; their model is `cache.config.serving`."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final
 
 from cache.config.serving import Precision, ServingConfig
-from cache.errors import ConfigError
+from cache.errors import ConfigError, InvalidInput
+from cache.filters.reranking import Reranking, read_reranking
 from serving.access.callers import TOKEN_BYTES_MAX
 from serving.access.token_file import read_tokens
 from serving.config.tls import TlsFiles
 from serving.requests.models import Limits
 
+_FACTOR_MAX: Final = 1_000.0
+
 __all__ = ["Precision", "ServingConfig", "check_files", "check_token", "limits_of"]
 
 
 def limits_of(config: ServingConfig) -> Limits:
-    """Limits on what one request may hold."""
+    """Limits on what one request may hold; raises ConfigError for a declared re-ranking that is none."""
     return Limits(
         config.max_batch,
         config.max_history,
@@ -22,7 +27,18 @@ def limits_of(config: ServingConfig) -> Limits:
         config.deadline_max_ms,
         config.max_ids,
         config.max_numbers,
+        config.boost_max,
+        {name: _reranking(name, each) for name, each in config.rerank.items()},
     )
+
+
+def _reranking(name: str, declared: Mapping[str, Any]) -> Reranking:
+    try:
+        return read_reranking(declared, _FACTOR_MAX)
+    except InvalidInput as error:
+        inner = error.details.get("field")
+        place = f"rerank.{name}" if inner is None else f"rerank.{name}.{inner}"
+        raise ConfigError(f"[serving.{place}]: {error.message}", field="rerank") from error
 
 
 def check_token(token: str) -> None:
@@ -37,8 +53,9 @@ def check_token(token: str) -> None:
 
 
 def check_files(config: ServingConfig) -> None:
-    """Raises ConfigError for files of tokens or TLS that a worker could not use: said before any is started."""
+    """Raises ConfigError for files or re-rankings that a worker could not use: said before any is started."""
     if config.tokens_file:
         read_tokens(Path(config.tokens_file))
     if (files := TlsFiles.of(config)) is not None:
         files.context()
+    limits_of(config)

@@ -41,6 +41,9 @@ def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--features", metavar="JSON", help="feature columns to compute from")
     parser.add_argument("--filter", metavar="JSON", help='such as {"<": ["price", 20]}')
+    parser.add_argument(
+        "--rerank", metavar="JSON", help='a declared one\'s name, or {"diversify": {"mmr": 0.7}}'
+    )
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds (default: 10)")
     parser.add_argument("--json", action="store_true", help="what the service says, as it is")
     return parser
@@ -84,7 +87,7 @@ def _target(url: str) -> tuple[str, str, int, str]:
 
 def question_of(sent: argparse.Namespace) -> dict[str, Any] | None:
     """Request body to post; None where a GET says all. Raises ValueError."""
-    if sent.history is None and sent.features is None and sent.filter is None:
+    if all(each is None for each in (sent.history, sent.features, sent.filter, sent.rerank)):
         return None
     entity: dict[str, Any] = {"id": sent.entity}
     if sent.history is not None:
@@ -94,6 +97,9 @@ def question_of(sent: argparse.Namespace) -> dict[str, Any] | None:
     options: dict[str, Any] = {"k": sent.k, "generation": sent.generation}
     if sent.filter is not None:
         options["filter"] = _json(sent.filter, "--filter")
+    if sent.rerank is not None:
+        is_json = sent.rerank.startswith("{")
+        options["rerank"] = _json(sent.rerank, "--rerank") if is_json else sent.rerank
     return {"entities": [entity]} | {k: v for k, v in options.items() if v is not None}
 
 

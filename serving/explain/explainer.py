@@ -7,6 +7,7 @@ from typing import Any
 
 from cache.errors import CorruptArtefact
 from cache.filters.masks import Passing
+from cache.filters.reranking import Reranker
 from cache.format.records.codec import Record, decode
 from cache.format.records.layout import is_live, peek_format
 from cache.l2.data_plane import DataPlane
@@ -75,6 +76,7 @@ class Explainer:
         snapshot = holding.live
         (case,) = await cases_of(snapshot, ask)
         passing = await self._filters.passing(snapshot, ask.options.filter)
+        reranker = await self._filters.reranker(snapshot, ask.options.rerank)
         table, want, raw = case.table, case.want, case.entity.raw
         l1, l2 = self._looking.l1(snapshot.view, want), await self._looking.l2(snapshot.view, want)
         beside = self._looking.beside(snapshot.view, want)
@@ -106,6 +108,7 @@ class Explainer:
             "same_bytes": _same(l1, l2),
             "record": None,
             "filter": passing and {"passing": passing.count, "items": snapshot.items.count},
+            "rerank": ask.options.rerank and {"by": ask.options.rerank.named},
             "previous": previous,
             "model": said.told(),
             "difference": None,
@@ -118,6 +121,9 @@ class Explainer:
             told["record"] = _record(*shown, prediction)
             if passing is not None and shown[0].items is not None:
                 told["filter"] |= _within(records.prediction(shown[0], passing), case.k)
+            if reranker is not None and shown[0].items is not None:
+                within = records.prediction(shown[0], passing, reranker)
+                told["rerank"] |= {"items_of_list": within["items"]}
             if now is not None:
                 told["difference"] = difference(prediction, now)
         if answer["tier"] == Source.DEFAULT and raw is not None:
@@ -191,10 +197,12 @@ class Records:
         """The first record that can be read."""
         return next(iter(self._readable(outcomes)), None)
 
-    def prediction(self, record: Record, passing: Passing | None = None) -> Prediction:
+    def prediction(
+        self, record: Record, passing: Passing | None = None, reranker: Reranker | None = None
+    ) -> Prediction:
         """Prediction as it would be answered: without what is blocked, seen, filtered out or beyond `k`."""
-        case = self.case
-        return from_record(self.snapshot, case.table, record, case.k, (self.barred,), passing)
+        case, barred = self.case, (self.barred,)
+        return from_record(self.snapshot, case.table, record, case.k, barred, passing, reranker)
 
     def _readable(self, outcomes: tuple[Outcome | None, ...]) -> list[tuple[Record, Found]]:
         found = [each for each in outcomes if isinstance(each, Found)]

@@ -86,7 +86,7 @@ class Posted:
             service.metrics.stage("parse", service.timer() - started)
             spend(scope, len(ask.entities))
             ask = Ask(ask.entities, fast_parse.tighter(ask.options, deadline_s))
-            lookup = service.ladder.lookup if ask.options.filter is None else service.filtered
+            lookup = service.lookup(is_reshaped=ask.options.is_reshaped)
             answers = await lookup(holding, ask, started)
         except (Problem, InvalidInput) as error:
             refuse(scope, error)

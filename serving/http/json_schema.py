@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from cache.filters.reranking import BOOSTS_MAX
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.requests.models import Limits
 
@@ -64,6 +65,24 @@ OPTIONS: Json = {
         "maxProperties": 1,
         "description": "Only items that pass, by their attributes: one operator (and, or, not; ==, in, <, <=, >, >=, "
         'contains, exists) and what it takes, such as {"<": ["price", 20]}; in a URL it is the JSON text of that',
+    },
+    "rerank": {
+        "anyOf": [
+            {"type": "string"},
+            {
+                "type": "object",
+                "minProperties": 1,
+                "properties": {
+                    "boost": {"type": "array", "minItems": 1, "maxItems": BOOSTS_MAX},
+                    "diversify": {"type": "object"},
+                },
+                "additionalProperties": False,
+            },
+        ],
+        "description": "Another order of the candidates: a declared one's name, or boost (a list of filter and factor) "
+        "and diversify (at most `most` items of one value of `attribute`; `mmr`, the weight of a score against "
+        'likeness to those before), such as {"diversify": {"attribute": "brand", "most": 2}}; in a URL the JSON text '
+        "of that",
     },
 }
 

@@ -8,6 +8,7 @@ BEARER = "bearer"
 _QUERY: Json = {
     **{name: OPTIONS[name] for name in OPTIONS if name != "exclude"},
     "filter": {"type": "string", "description": OPTIONS["filter"]["description"]},
+    "rerank": {"type": "string", "description": OPTIONS["rerank"]["description"]},
 }
 _HEADERS: list[tuple[str, str, Json]] = [
     (

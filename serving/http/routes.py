@@ -190,7 +190,7 @@ async def _answers(
     ask = Ask(ask.entities, _with_headers(service, request, ask.options))
     service.metrics.stage("parse", service.timer() - started)
     holding, part = service.trial.route(service.holding(), ask.entities, ask.options)
-    lookup = service.ladder.lookup if ask.options.filter is None else service.filtered
+    lookup = service.lookup(is_reshaped=ask.options.is_reshaped)
     answers = await lookup(holding, ask, started)
     service.trial.count(part, answers)
     return service.marked(answers), holding.pinned(ask.options.generation).live

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.masks import Passing
+from cache.filters.reranking import Reranker
 from cache.format.records.codec import Record
 from cache.tiers.results import MissReason
 from serving.answers.sources import STORED, Source
@@ -21,6 +22,7 @@ from serving.rendering.answer_fields import (
     from_defaults,
     from_record,
     is_cut,
+    listed,
 )
 from serving.requests.models import RequestOptions
 from serving.usage.answer_sampling import Pick
@@ -36,6 +38,7 @@ class Turn:
     deadline: float
     _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
     _passing: dict[str, Passing] = field(default_factory=dict)
+    _rerankers: dict[str, Reranker] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: RequestOptions, started: float) -> Self:
@@ -59,6 +62,26 @@ class Turn:
     def passing(self, snapshot: Snapshot) -> Passing | None:
         """Items of a generation that pass the filter; None where there is none, or the generation cannot take it."""
         return self._passing.get(snapshot.generation)
+
+    def reranks(self, snapshot: Snapshot, reranker: Reranker) -> None:
+        """Notes how a generation's items are put in another order."""
+        self._rerankers[snapshot.generation] = reranker
+
+    def reranker(self, snapshot: Snapshot) -> Reranker | None:
+        """Another order of a generation's items; None where none is asked for, or the generation cannot take it."""
+        return self._rerankers.get(snapshot.generation)
+
+    def reranked(self, snapshot: Snapshot) -> str | None:
+        """Name of what changed the order, for the answer."""
+        rerank = self.options.rerank
+        return rerank.named if rerank and snapshot.generation in self._rerankers else None
+
+    def can_take(self, snapshot: Snapshot) -> bool:
+        """True if a list of this generation can be filtered and put in order as was asked."""
+        options = self.options
+        return (options.filter is None or snapshot.generation in self._passing) and (
+            options.rerank is None or snapshot.generation in self._rerankers
+        )
 
 
 Searched = tuple[NDArray[np.uint32], NDArray[np.float32]]
@@ -102,10 +125,10 @@ class Reply:
         # A live record was computed from this very history, and leaves it out.
         if source is not Source.LIVE and table.kind == "topk" and case.entity.history:
             barred += (case.history_in(snapshot).seen,)
-        passing = turn.passing(snapshot)
-        if turn.options.filter is not None and passing is None:
+        passing, reranker = turn.passing(snapshot), turn.reranker(snapshot)
+        if not turn.can_take(snapshot):
             return
-        prediction = from_record(snapshot, table, record, case.k, barred, passing)
+        prediction = from_record(snapshot, table, record, case.k, barred, passing, reranker)
         if record.items is not None:
             left = len(prediction["items"])
             if passing is not None and is_cut(prediction, record, table):
@@ -113,12 +136,14 @@ class Reply:
                 producer = "live" if record.live else "batch"
                 case.partial = Partial(prediction, snapshot, source, producer)
                 return
-            if passing is None and (left == 0 or left < min(least, len(record.items))):
+            # What a re-ranking leaves out, no other list of the same items would have more of.
+            wanted = least if reranker is None else 1
+            if passing is None and (left == 0 or left < min(wanted, len(record.items))):
                 case.reason = MissReason.EXHAUSTED
                 return
         producer = "live" if record.live else "batch"
         self._finish(case, prediction, snapshot, source, producer, turn, record.told)
-        self._note(case, snapshot, source, producer, barred)
+        self._note(case, snapshot, source, producer, barred, turn)
 
     def searched(
         self,
@@ -130,10 +155,7 @@ class Reply:
         turn: Turn,
     ) -> None:
         """Answers with the best of what passes the filter."""
-        items, scores = found
-        prediction: Prediction = {
-            "items": snapshot.items.ids_of(items), "scores": scores, "short": len(items) < case.k,
-        }  # fmt: skip
+        prediction = listed(snapshot, *found, case.k, turn.reranker(snapshot))
         case.reason = None
         self._finish(case, prediction, snapshot, source, producer, turn, {})
 
@@ -153,8 +175,9 @@ class Reply:
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
         barred = (turn.excluded(snapshot),)
         prediction = from_defaults(
-            snapshot, case.table, case.entity, case.k, barred, turn.passing(snapshot)
-        )
+            snapshot, case.table, case.entity, case.k, barred,
+            turn.passing(snapshot), turn.reranker(snapshot),
+        )  # fmt: skip
         if turn.passing(snapshot) is not None and case.table.kind == "topk":
             prediction["short"] = _is_short(case, snapshot, turn, left_out(case, snapshot, turn))
         producer = "defaults" if case.table.kind == "topk" else None
@@ -181,7 +204,8 @@ class Reply:
         reason = _NOWHERE if case.reason in _UNTOLD else case.reason
         case.answer = complete(
             prediction, snapshot, table, case.entity, source, producer, self._clock(),
-            reason=reason, live=case.live_reason, dropped_history=dropped or None, **told,
+            reason=reason, live=case.live_reason, dropped_history=dropped or None,
+            reranked=turn.reranked(snapshot), **told,
         )  # fmt: skip
         self._metrics.answered(table, source, self._timer() - turn.started)
         if source not in STORED:
@@ -195,9 +219,17 @@ class Reply:
             self._watch.cold.append((table, case.entity.raw or b""))
 
     def _note(
-        self, case: Case, snapshot: Snapshot, source: Source, producer: str, barred: Barred
+        self,
+        case: Case,
+        snapshot: Snapshot,
+        source: Source,
+        producer: str,
+        barred: Barred,
+        turn: Turn,
     ) -> None:
-        """Offers the answer to the sampler, whose turn it rarely is."""
+        """Offers the answer to the sampler, whose turn it rarely is, unless it is not the list that was computed."""
+        if turn.options.is_reshaped:
+            return
         picks = self._watch.picks
         picks.left -= 1
         if picks.left >= 0:

@@ -17,18 +17,21 @@ from serving.requests.errors import Problem
 from serving.requests.fast_parse import Headers
 from serving.requests.models import Ask, Limits
 
+Lookup = Callable[[Holding, Ask, float], Awaitable[list[Answer]]]
+"""Answers each entity of a request once, in order, from what was held when it came, at a monotonic time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupService:
     """The running parts between a request and its answer, with the bounds of what a request may ask for.
 
-    `filtered` is the ladder's `lookup` for who asks under a filter. `l2_bound_s` tells how long a read of L2 may take
-    now; without `observes` nothing is noted for the dashboard.
+    `reshaped` is the ladder's `lookup` for who asks under a filter or in another order. `l2_bound_s` tells how long a
+    read of L2 may take now; without `observes` nothing is noted for the dashboard.
     """
 
     follower: Follower
     ladder: Ladder
-    filtered: Callable[[Holding, Ask, float], Awaitable[list[Answer]]]
+    reshaped: Lookup
     metrics: Metrics
     limits: Limits
     body_bytes: int
@@ -46,6 +49,10 @@ class LookupService:
             why = self.follower.failed or "no generation has been published yet"
             raise Problem(503, "not_ready", why)
         return held
+
+    def lookup(self, *, is_reshaped: bool) -> Lookup:
+        """The way to answer a request, by whether its options reshape lists."""
+        return self.reshaped if is_reshaped else self.ladder.lookup
 
     def marked(self, answers: list[Answer]) -> list[Answer]:
         """The answers, each with why this replica may lag behind, if it may."""

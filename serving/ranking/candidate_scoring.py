@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.masks import Passing
+from cache.filters.reranking import Reranker
 from cache.format.records.layout import Layout
 from cache.model.ranking import Metric, score
 from serving.generations.served_set import Holding
@@ -30,20 +31,27 @@ async def rank_candidates(
     What cannot be scored is named: `unknown`, `blocked`, `excluded` (the sent history), `filtered`.
     """
     holding = holding.pinned(ask.options.generation)
-    passing = await filters.passing(holding.live, ask.options.filter)
+    sought = ask.options
+    passing = await filters.passing(holding.live, sought.filter)
+    reranker = await filters.reranker(holding.live, sought.rerank)
     table = vector_table(holding.live)
     user = ask.user.of_table(table.name)
-    options = replace(ask.options, fresh=ask.options.fresh or user.has_input, filter=None)
+    options = replace(sought, fresh=sought.fresh or user.has_input, filter=None, rerank=None)
     answer = (await ladder.lookup(holding, Ask((user,), options), started))[0]
     snapshot = holding.find(answer["generation"]) or holding.live
     vector = answer.pop("vector")
     if snapshot is not holding.live:
-        passing = await filters.passing(snapshot, ask.options.filter)
+        passing = await filters.passing(snapshot, sought.filter)
+        reranker = await filters.reranker(snapshot, sought.rerank)
     ordinals, named = _sorted_out(snapshot, ask, passing)
     answer |= {"items": [], "scores": []}
     if vector is not None and ordinals:
         layout = snapshot.manifest.tables[table.name].layout
-        answer |= _ranked(snapshot, layout, vector, np.array(ordinals, np.int64), ask.options.k)
+        answer |= _ranked(
+            snapshot, layout, vector, np.array(ordinals, np.int64), sought.k, reranker
+        )
+        if sought.rerank is not None:
+            answer["reranked"] = sought.rerank.named
     elif ordinals:
         named["unscored"] = snapshot.items.ids_of(np.array(ordinals, np.uint32))
     return answer | named
@@ -55,10 +63,15 @@ def _ranked(
     vector: NDArray[np.float32],
     ordinals: NDArray[np.int64],
     k: int | None,
+    reranker: Reranker | None,
 ) -> dict[str, Any]:
     metric = metric_of(snapshot)
     scores = score(vector[None, :], snapshot.items.vectors, ordinals[None, :], metric)[0]
-    order = np.lexsort((ordinals, -scores))[:k]
+    order = np.lexsort((ordinals, -scores))
+    if reranker is not None:
+        most = len(order) if k is None else k
+        order = order[reranker.places(ordinals[order].astype(np.uint32), scores[order], most)]
+    order = order[:k]
     return {
         "items": snapshot.items.ids_of(ordinals[order].astype(np.uint32)),
         "scores": scores[order],

@@ -1,4 +1,4 @@
-"""Lookup under a filter: from the list where enough of it passes, else the best of all that passes, by a vector."""
+"""Lookup under a filter or in another order: from the list if enough of it passes, else the best of all that passes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ class VectorOf(NamedTuple):
 
 
 class FilteredLookup:
-    """Answers as the ladder does, of the items that pass the request's filter."""
+    """Answers as the ladder does, of the items that pass the request's filter, in the order that it asks for."""
 
     def __init__(self, ladder: Ladder, filters: Filters) -> None:
         self._ladder = ladder
@@ -74,7 +74,7 @@ class FilteredLookup:
         if users:
             table = vector_table(snapshot).name
             entities = tuple(cases[place].entity.of_table(table) for place in users)
-            options = replace(turn.options, k=None, filter=None, exclude=())
+            options = replace(turn.options, k=None, filter=None, rerank=None, exclude=())
             answers = await self._ladder.lookup(holding, Ask(entities, options), turn.started)
             for place, answer in zip(users, answers, strict=True):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
@@ -83,5 +83,6 @@ class FilteredLookup:
 
 
 def _search_of(case: Case, snapshot: Snapshot, vector: NDArray[np.float32], turn: Turn) -> Search:
-    """Search that leaves out what a list leaves out."""
-    return Search(vector, left_out(case, snapshot, turn), case.k, metric_of(snapshot, case.table))
+    """Search that leaves out what a list leaves out; for another order it finds as many as a list has."""
+    k = case.k if turn.options.rerank is None else case.table.layout.width
+    return Search(vector, left_out(case, snapshot, turn), k, metric_of(snapshot, case.table))

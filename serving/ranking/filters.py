@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.expression import Filter, InvalidFilter
-from cache.filters.masks import Passing
+from cache.filters.masks import Passing, UnknownAttribute
+from cache.filters.reranking import Reranker, Reranking, below
 from cache.model.ranking import Metric
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
@@ -46,43 +47,72 @@ class Filters:
         self._timer = timer
 
     async def apply(self, holding: Holding, cases: Sequence[Case], turn: Turn) -> None:
-        """Works out what passes in each generation held; raises Problem for a filter that the live one cannot take."""
-        filter_ = turn.options.filter
-        if filter_ is None:
-            return
+        """Works out what passes, and another order, in each generation held.
+
+        Raises Problem for what the live one cannot take.
+        """
+        options = turn.options
+        field = "rerank" if options.filter is None else "filter"
         for case in cases:
             if case.table.kind != "topk":
                 raise unprocessable(
-                    "invalid_filter",
-                    f"{case.table.name} holds no lists: a filter goes with tables that do",
-                    "filter",
+                    f"invalid_{field}",
+                    f"{case.table.name} holds no lists: {field} goes with tables that do",
+                    field,
                 )
-        turn.passes(holding.live, await self._passed(holding.live, filter_))
-        if holding.previous is not None and holding.previous.filtering is not None:
+        await self._shape(holding.live, turn)
+        if holding.previous is not None:
             # Where its items had other attributes, it cannot answer this.
             with contextlib.suppress(Problem):
-                turn.passes(holding.previous, await self._passed(holding.previous, filter_))
+                await self._shape(holding.previous, turn)
+
+    async def _shape(self, snapshot: Snapshot, turn: Turn) -> None:
+        options = turn.options
+        if options.filter is not None:
+            turn.passes(snapshot, await self._passed(snapshot, options.filter))
+        if (reranker := await self.reranker(snapshot, options.rerank)) is not None:
+            turn.reranks(snapshot, reranker)
+
+    async def reranker(self, snapshot: Snapshot, reranking: Reranking | None) -> Reranker | None:
+        """Re-ranking of a generation's items, None without one; raises Problem for one that it cannot take."""
+        if reranking is None:
+            return None
+        try:
+            return await self._reranker(snapshot, reranking)
+        except InvalidFilter as error:
+            raise from_input(error, "rerank") from error
+
+    async def _reranker(self, snapshot: Snapshot, reranking: Reranking) -> Reranker:
+        boosted = []
+        for place, each in enumerate(reranking.boosts):
+            try:
+                boosted.append(await self._known(snapshot, each.filter))
+            except InvalidFilter as error:
+                raise below(error, f"boost[{place}].filter") from error
+        attributes = None if snapshot.filtering is None else snapshot.filtering.attributes
+        return Reranker(reranking, tuple(boosted), attributes, snapshot.items.vectors)
 
     async def passing(self, snapshot: Snapshot, filter_: Filter | None) -> Passing | None:
         """Items of a generation that pass, None without a filter; raises Problem for one that it cannot take."""
         return None if filter_ is None else await self._passed(snapshot, filter_)
 
     async def _passed(self, snapshot: Snapshot, filter_: Filter) -> Passing:
-        filtering = snapshot.filtering
-        if filtering is None:
-            raise unprocessable(
-                "unknown_attribute",
-                "items of this generation have no attributes: [sources] item_attributes names them for the next night",
-                "filter",
-                attributes={},
-            )
         try:
-            found = filtering.kept(filter_)
-            if found is None:
-                is_short = filtering.items <= _INLINE_ITEMS
-                found = await self._work(lambda: filtering.passing(filter_), is_short=is_short)
+            return await self._known(snapshot, filter_)
         except InvalidFilter as error:
             raise from_input(error, "filter") from error
+
+    async def _known(self, snapshot: Snapshot, filter_: Filter) -> Passing:
+        filtering = snapshot.filtering
+        if filtering is None:
+            raise UnknownAttribute(
+                "items of this generation have no attributes: [sources] item_attributes names them for the next night",
+                attributes={},
+            )
+        found = filtering.kept(filter_)
+        if found is None:
+            is_short = filtering.attributes.count <= _INLINE_ITEMS
+            found = await self._work(lambda: filtering.passing(filter_), is_short=is_short)
         return found
 
     async def search(

@@ -8,6 +8,7 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.filters.masks import Passing
+from cache.filters.reranking import Reranker
 from cache.format.manifest import Table
 from cache.format.records.codec import Record
 from serving.answers.sources import Source
@@ -38,10 +39,11 @@ def from_record(
     k: int,
     barred: Barred,
     passing: Passing | None = None,
+    reranker: Reranker | None = None,
 ) -> Prediction:
     """The prediction itself, from a stored or a live record, without the ordinals that are barred or do not pass."""
     if record.items is not None:
-        return _top(snapshot, record.items, record.numbers, k, barred, passing)
+        return _top(snapshot, record.items, record.numbers, k, barred, passing, reranker)
     if table.kind == "vector":
         return {"vector": record.numbers}
     return {"values": record.numbers, "labels": table.labels}
@@ -63,6 +65,7 @@ def from_defaults(
     k: int,
     barred: Barred,
     passing: Passing | None = None,
+    reranker: Reranker | None = None,
 ) -> Prediction:
     """A popular list for top-K without the sent history; null elsewhere: a made-up vector would be a wrong answer."""
     if table.kind == "vector":
@@ -76,7 +79,7 @@ def from_defaults(
     if table.entity == "item" and entity.raw is not None:
         # An item is not similar to itself, however popular it is.
         barred = (*barred, default.among((entity.raw,)))
-    return _top(snapshot, default.items, default.scores, k, barred, passing)
+    return _top(snapshot, default.items, default.scores, k, barred, passing, reranker)
 
 
 def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> History:
@@ -95,8 +98,9 @@ def _top(
     k: int,
     barred: Barred,
     passing: Passing | None,
+    reranker: Reranker | None,
 ) -> Prediction:
-    """The first k of a list, in its order, without what is barred, blocked or does not pass."""
+    """The first k of a list, in its order or a re-ranker's, without what is barred, blocked or does not pass."""
     if passing is not None:
         kept = passing.among(items)
         items, scores = items[kept], scores[kept]
@@ -107,7 +111,19 @@ def _top(
         for each in left_out:
             keep = [place for place in keep if ordinals[place] not in each]
         items, scores = items[keep], scores[keep]
-    items, scores = items[:k], scores[:k]
+    return listed(snapshot, items, scores, k, reranker)
+
+
+def listed(
+    snapshot: Snapshot,
+    items: NDArray[np.uint32],
+    scores: NDArray[np.float32],
+    k: int,
+    reranker: Reranker | None,
+) -> Prediction:
+    """The first k of these, by their own order or a re-ranker's."""
+    places = slice(k) if reranker is None else reranker.places(items, scores, k)
+    items, scores = items[places], scores[places]
     return {"items": snapshot.items.ids_of(items), "scores": scores, "short": len(items) < k}
 
 

@@ -1,10 +1,11 @@
 """Requests of callers, as immutable values. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from cache.filters.expression import Filter
+from cache.filters.reranking import Reranking
 from cache.format.ids import FeatureValue
 
 
@@ -19,6 +20,9 @@ class Limits:
     deadline_max_ms: float
     max_ids: int = 50_000
     max_numbers: int = 100_000
+    boost_max: float = 4.0
+    rerankings: Mapping[str, Reranking] = field(default_factory=dict)
+    """Declared re-rankings, by name."""
 
     @property
     def max_values(self) -> int:
@@ -59,6 +63,12 @@ class RequestOptions:
     generation: str | None = None
     canary_key: bytes | None = None
     filter: Filter | None = None
+    rerank: Reranking | None = None
+
+    @property
+    def is_reshaped(self) -> bool:
+        """True if a list is not answered as it stands: it is filtered, or put in another order."""
+        return self.filter is not None or self.rerank is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,18 @@ from urllib.parse import parse_qsl
 import orjson
 
 from cache.filters.expression import Filter, InvalidFilter, read_filter
+from cache.filters.reranking import InvalidReranking, Reranking, read_reranking
 from serving.requests.errors import from_input, unprocessable
 from serving.requests.fields import read_id, read_ids, read_object
 from serving.requests.models import Limits, RequestOptions
 
 _QUERY_FIELDS = frozenset(
-    {"k", "fresh", "max_age_seconds", "generation", "deadline_ms", "canary_key", "filter"}
-)
-_FILTER_CHARS_MAX = 16_384
+    {
+        "k", "fresh", "max_age_seconds", "generation", "deadline_ms", "canary_key", "filter",
+        "rerank",
+    }
+)  # fmt: skip
+_JSON_CHARS_MAX = 16_384
 _WHOLE = re.compile(r"-?[0-9]+")
 _DIGITS_MAX = 18
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
@@ -43,6 +47,7 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
         generation=generation,
         canary_key=_key(data.get("canary_key"), "canary_key"),
         filter=_filter(data.get("filter")),
+        rerank=_reranking(data.get("rerank"), limits),
     )
 
 
@@ -74,7 +79,8 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
         max_age_s=_max_age(_number(data.get("max_age_seconds"), "max_age_seconds")),
         generation=data.get("generation"),
         canary_key=_key(data.get("canary_key"), "canary_key"),
-        filter=_filter_of_text(data.get("filter")),
+        filter=_filter(_json_of(data.get("filter"), "filter")),
+        rerank=_reranking_of_text(data.get("rerank"), limits),
     )
 
 
@@ -110,16 +116,42 @@ def _filter(value: object) -> Filter | None:
         raise from_input(error, "filter") from error
 
 
-def _filter_of_text(text: str | None) -> Filter | None:
+def _reranking(value: object, limits: Limits) -> Reranking | None:
+    """A declared re-ranking by its name, else the one that is sent."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if (declared := limits.rerankings.get(value)) is not None:
+            return declared
+        known = sorted(limits.rerankings)
+        raise unprocessable(
+            "unknown_rerank",
+            f"no re-ranking {value[:40]!r} is declared; there are {', '.join(known) or 'none'}",
+            "rerank",
+            declared=known,
+        )
+    try:
+        return read_reranking(value, limits.boost_max)
+    except (InvalidReranking, InvalidFilter) as error:
+        raise from_input(error, "rerank") from error
+
+
+def _reranking_of_text(text: str | None, limits: Limits) -> Reranking | None:
+    is_json = text is not None and text.startswith("{")
+    return _reranking(_json_of(text, "rerank") if is_json else text, limits)
+
+
+def _json_of(text: str | None, field: str) -> object:
+    """JSON that stands in a text; None for none."""
     if text is None:
         return None
-    if len(text) > _FILTER_CHARS_MAX:
-        what = f"filter has at most {_FILTER_CHARS_MAX} characters here"
-        raise unprocessable("invalid_filter", what, "filter", limit=_FILTER_CHARS_MAX)
+    if len(text) > _JSON_CHARS_MAX:
+        what = f"{field} has at most {_JSON_CHARS_MAX} characters here"
+        raise unprocessable(f"invalid_{field}", what, field, limit=_JSON_CHARS_MAX)
     try:
-        return _filter(orjson.loads(text))
+        return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise unprocessable("invalid_filter", f"filter is not JSON: {error}", "filter") from error
+        raise unprocessable(f"invalid_{field}", f"{field} is not JSON: {error}", field) from error
 
 
 def _pairs(query: bytes) -> dict[str, str]:

@@ -7,6 +7,8 @@
   service's processor time, from L1.
 - `from_list`: `GET ...?k=20&filter=...` that the stored list in L1 answers, over the same without a filter, as
   above. `from_list_first`: no request comes twice, so no answer is kept as bytes.
+- `boosted`, `varied`: `GET ...?k=20&rerank=...` (a boost and a bound by attribute; likeness), over the same without on
+  the complete way, as above.
 """
 
 import itertools
@@ -96,6 +98,17 @@ def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> 
         program(serve, folder / "log", environment(config)) as filtering,
         program(serve, folder / "plain.log", environment(plain)) as without,
     ):
+        # An age that none has: for the complete way.
+        complete = "&max_age_seconds=1000000000"
+        boosted = (
+            complete
+            + "&rerank="
+            + quote(
+                '{"boost":[{"filter":{"<":["price",20]},"factor":2}],"diversify":{"attribute":"price","most":2}}',
+                safe="",
+            )
+        )
+        varied = complete + "&rerank=" + quote('{"diversify":{"mmr":0.7}}', safe="")
 
         def run(target: Program, spell: Spelling, numbers: Iterator[int], more: str) -> float:
             some = list(itertools.islice(numbers, count))
@@ -103,14 +116,16 @@ def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> 
             sending = [request(f"/v1/lookup/user_topk/{each}?k=20{more}") for each in ids]
             return per_cpu_s(target, sending, count)
 
-        for name, spell, baseline, more in (
-            ("without", quoted, without, ""),
-            ("from_list", quoted, filtering, filter_),
-            ("from_list_first", spelt, filtering, filter_),
+        for name, spell, baseline, less, more in (
+            ("without", quoted, without, "", ""),
+            ("from_list", quoted, filtering, "", filter_),
+            ("from_list_first", spelt, filtering, "", filter_),
+            ("boosted", quoted, filtering, complete, boosted),
+            ("varied", quoted, filtering, complete, varied),
         ):
             numbers = itertools.count()
             found = compare(
-                {"unfiltered": partial(run, baseline, spell, numbers, "")},
+                {"baseline": partial(run, baseline, spell, numbers, less)},
                 {"candidate": partial(run, filtering, spell, numbers, more)},
                 rounds=options.rounds,
             )

@@ -4,65 +4,35 @@ import gc
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 import orjson
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import redis
 
 from cache.filters.expression import read_filter
 from cache.filters.masks import Masks
-from cache.format.item_table import ItemTable
-from cache.format.manifest import WITH_ATTRIBUTES
-from cache.format.records.codec import decode
-from cache.model.ranking import Metric, rank
-from precompute.adapters.vectors import from_vectors
-from precompute.config.settings import NightConfig
 from serving.client import AsyncClient, Options
 from serving.explain import cli as explain_cli
 from serving.explain import lookup_cli
 from serving.lookup.entity import Case
 from serving.ranking.filtered_lookup import FilteredLookup
 from tests.integration.http.hot_way import Asked, Ways, running
+from tests.integration.http.shop import BRANDS, Shop, filter_of, make_shop, wanted_of
 from tests.integration.nights import (
     NEXT,
-    UNTIL,
     build_night,
-    histories,
-    prepare,
     publish_night,
-    raw_records,
 )
 from tests.integration.program import environment, started
 from tests.integration.serving_app import BASE, Running, eventually, serving
-from tests.opened import open_generation
 from tests.unit.cache.filters.columns import passes
 
 SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
-ITEMS, USERS = 600, 150
 QUICK, STORM = 400, 10_000
-BRANDS = [f"brand-{each}" for each in range(7)] + ["größe", "x,y"]
-TAGS = ["new", "sale", "blue", "red"]
-DAY_US = 86_400_000_000
-
-
-@dataclass
-class Shop:
-    """A published night, and all that is known of its items, users and lists, by ordinal."""
-
-    night: NightConfig
-    attributes: list[dict[str, Any]]
-    ids: list[str]
-    vectors: Any
-    users: dict[str, Any]
-    seen: dict[str, set[int]]
-    metric: Metric = "inner_product"
 
 
 @pytest.fixture(scope="module")
@@ -79,110 +49,6 @@ def any_shop(
         reference: Shop = request.getfixturevalue("shop")
         return reference
     return make_shop(tmp_path_factory.mktemp(request.param), redis_url, request.param)
-
-
-def of_vectors(config: NightConfig, metric: Metric, *, are_folded: bool) -> NightConfig:
-    """The same night by a bundle of drawn vectors, those of users given or folded from what they did."""
-    rng = np.random.default_rng(3)
-    items, users = (
-        pq.read_table(config.path("items.parquet"))["item"].to_pylist(),
-        sorted(histories(config)),
-    )
-    numbers = [rng.standard_normal((len(ids), 24)).astype(np.float32) for ids in (items, users)]
-    numbers[0] *= rng.uniform(0.2, 3, (len(items), 1)).astype(np.float32)
-    to, clicks = config.path("model"), str(config.path("interactions.parquet"))
-    if are_folded:
-        from_vectors(items, numbers[0], to=to, clicks=clicks, metric=metric)
-    else:
-        from_vectors(items, numbers[0], users, numbers[1], to=to, metric=metric)
-    vectors = None if are_folded else "model/user_vectors.parquet"
-    tables = {name: each for name, each in config.tables.items() if name != "user_affinity"}
-    sources = replace(config.sources, user_vectors=vectors)
-    return replace(config, bundle="model/bundle", tables=tables, sources=sources)
-
-
-def make_shop(folder: Path, redis_url: str, kind: str = "reference") -> Shop:
-    """A night whose items have attributes."""
-    config = prepare(folder, redis_url, users=USERS, items=ITEMS)
-    metric: Metric = "cosine" if kind == "cosine" else "inner_product"
-    if kind != "reference":
-        config = of_vectors(config, metric, are_folded=kind == "folded")
-    path = config.path("items.parquet")
-    table = pq.read_table(path)
-    rng = random.Random(7)
-    rows = [drawn(rng) for _ in range(len(table))]
-    times = [each.get("since") for each in rows]
-    for name, values in {
-        "brand": pa.array([each.get("brand") for each in rows], pa.string()),
-        "tags": pa.array([each.get("tags") for each in rows], pa.list_(pa.string())),
-        "price": pa.array([each.get("price") for each in rows], pa.float64()),
-        "stock": pa.array([each.get("stock") for each in rows], pa.bool_()),
-        "since": pa.array(times, pa.timestamp("us", tz="UTC")),
-    }.items():
-        table = table.append_column(name, values)
-    pq.write_table(table, path)
-    tables = {name: replace(each) for name, each in config.tables.items()}
-    tables["user_vector"] = replace(tables["user_vector"], precision="f4")
-    tables["user_topk"] = replace(tables["user_topk"], precision="f4")
-    names = ("brand", "tags", "price", "stock", "since")
-    config = replace(config, tables=tables, sources=replace(config.sources, item_attributes=names))
-    generation = publish_night(config, UNTIL)
-    manifest, root = open_generation(config.store(), generation)
-    assert manifest.format == WITH_ATTRIBUTES
-    items = ItemTable.open(root, manifest)
-    ids = items.ids_of(np.arange(items.count, dtype=np.uint32))
-    of_item = dict(zip(table["item"].to_pylist(), rows, strict=True))
-    clicked = histories(config)
-    layout = manifest.tables["user_vector"].layout
-    vectors = {
-        user: decode(layout, raw).numbers
-        for user, raw in raw_records(config, generation, sorted(clicked), "user_vector").items()
-    }
-    ordinals = {id_: at for at, id_ in enumerate(ids)}
-    seen = {user: {ordinals[id_] for id_ in clicked[user] if id_ in ordinals} for user in vectors}
-    attributes = [of_item[id_] for id_ in ids]
-    return Shop(config, attributes, ids, np.asarray(items.vectors), vectors, seen, metric)
-
-
-def drawn(rng: random.Random) -> dict[str, Any]:
-    """Attributes of an item, some of which it lacks."""
-    found: dict[str, Any] = {
-        "brand": rng.choice(BRANDS), "tags": tuple(rng.sample(TAGS, rng.randrange(4))),
-        "price": round(rng.uniform(1, 100), 2), "stock": rng.random() < 0.8,
-        "since": 20_000 * DAY_US + rng.randrange(400) * DAY_US,
-    }  # fmt: skip
-    return {name: value for name, value in found.items() if rng.random() < 0.95}
-
-
-def filter_of(rng: random.Random) -> Any:
-    """Passes from one item in some hundreds to all."""
-    one = [
-        lambda: {"==": ["brand", rng.choice(BRANDS)]},
-        lambda: {"in": ["brand", rng.sample(BRANDS, 3)]},
-        lambda: {"contains": ["tags", rng.choice(TAGS)]},
-        lambda: {rng.choice(["<", "<=", ">", ">="]): ["price", round(rng.uniform(0, 100), 2)]},
-        lambda: {"==": ["stock", rng.random() < 0.8]},
-        lambda: {">": ["since", 20_000 * 86_400 + rng.randrange(400) * 86_400]},
-        lambda: {"exists": rng.choice(["brand", "price", "tags"])},
-    ]
-    parts = [rng.choice(one)() for _ in range(rng.randrange(1, 5))]
-    parts = [{"not": each} if rng.random() < 0.2 else each for each in parts]
-    return parts[0] if len(parts) == 1 else {rng.choice(["and", "and", "or"]): parts}
-
-
-def wanted_of(
-    shop: Shop, vector: Any, gone: set[int], filter_: Any, k: int, metric: Metric = "inner_product"
-) -> tuple[list[str], Any]:
-    """Ids and scores of the best k that pass, by a look at each item."""
-    root = read_filter(filter_).root
-    ordinals = [
-        at for at, each in enumerate(shop.attributes) if at not in gone and passes(root, each)
-    ]
-    if not ordinals:
-        return [], np.empty(0, np.float32)
-    found, scores = rank(vector[None], shop.vectors, np.array([ordinals]), None, k, metric=metric)
-    size = min(k, len(ordinals))
-    return [shop.ids[at] for at in found[0, :size]], scores[0, :size]
 
 
 @pytest.fixture(params=["json", "client", "arrow"])

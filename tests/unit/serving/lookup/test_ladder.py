@@ -453,10 +453,10 @@ async def test_a_damaged_record_costs_its_own_entity_the_answer_and_only_until_i
 async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fragile(snapshot, table, record, k, barred, passing):
+    def fragile(snapshot, table, record, k, barred, passing, reranker):
         if record.items is not None and record.items[0] == night_list("u3")[0]:
             raise IndexError("planted")
-        return from_record(snapshot, table, record, k, barred, passing)
+        return from_record(snapshot, table, record, k, barred, passing, reranker)
 
     monkeypatch.setattr("serving.lookup.answer_builder.from_record", fragile)
     holding = Holding(world.snapshot(), world.snapshot(OLDER))

@@ -1,0 +1,258 @@
+"""Re-ranking of candidates: scores of some raised or lowered, then a bound on how much alike neighbours are. Pure."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import InvalidInput
+from cache.filters.attributes import NO_CODE, NO_FLAG, NO_TIME, AttributeColumn, ItemAttributes
+from cache.filters.expression import TEXT_BYTES_MAX, Filter, InvalidFilter, read_filter
+from cache.filters.masks import Passing, unknown_attribute
+
+BOOSTS_MAX: Final = 8
+"""Boosts of one request: each has a filter."""
+
+_FIELDS: Final = ("boost", "diversify")
+_BOOST_FIELDS: Final = ("filter", "factor")
+_DIVERSIFY_FIELDS: Final = ("attribute", "most", "mmr")
+
+
+class InvalidReranking(InvalidInput):
+    """A re-ranking that is none or out of range; `details["field"]` is the place in it."""
+
+    code = "invalid_rerank"
+
+
+@dataclass(frozen=True, slots=True)
+class Boost:
+    """Factor of the scores of what passes a filter; scores below zero are divided by it."""
+
+    filter: Filter
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Diversify:
+    """Bounds on what an answer's items have in common: `most` of one value of an attribute, `mmr` on their vectors.
+
+    `mmr` is the weight of an item's score against its likeness to what is chosen already (Carbonell and Goldstein,
+    "The use of MMR, diversity-based reranking", SIGIR 1998).
+    """
+
+    attribute: str | None = None
+    most: int | None = None
+    mmr: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reranking:
+    """Boosts, and what comes after them."""
+
+    boosts: tuple[Boost, ...] = ()
+    diversify: Diversify | None = None
+
+    @property
+    def named(self) -> str:
+        """Names of its parts, for the answer."""
+        return "+".join(
+            (("boost",) if self.boosts else ()) + (("diversify",) if self.diversify else ())
+        )
+
+
+def read_reranking(value: object, boost_max: float) -> Reranking:
+    """Reads a JSON value, such as `{"boost": [{"filter": {...}, "factor": 2}], "diversify": {"mmr": 0.7}}`.
+
+    Factors are within 1 / `boost_max` to `boost_max`. Raises InvalidReranking, or InvalidFilter for a boost's filter.
+    """
+    given = _fields(value, "", _FIELDS)
+    if not given:
+        raise _refused("a re-ranking has boost, diversify or both", "")
+    sent = given.get("boost", ())
+    if not isinstance(sent, list | tuple) or ("boost" in given and not sent):
+        raise _refused("boost is a list of one or more boosts", "boost")
+    if len(sent) > BOOSTS_MAX:
+        raise _refused(f"there are at most {BOOSTS_MAX} boosts", "boost", limit=BOOSTS_MAX)
+    boosts = tuple(_boost(each, f"boost[{place}]", boost_max) for place, each in enumerate(sent))
+    return Reranking(boosts, _diversify(given["diversify"]) if "diversify" in given else None)
+
+
+def _boost(value: object, place: str, boost_max: float) -> Boost:
+    given = _fields(value, place, _BOOST_FIELDS)
+    factor = _number(given.get("factor"), f"{place}.factor")
+    if not 1 / boost_max <= factor <= boost_max:
+        raise _refused(
+            f"factor is {1 / boost_max:g} to {boost_max:g} here, not {factor:g}",
+            f"{place}.factor",
+            limit=boost_max,
+        )
+    try:
+        return Boost(read_filter(given.get("filter")), factor)
+    except InvalidFilter as error:
+        raise below(error, f"{place}.filter") from error
+
+
+def _diversify(value: object) -> Diversify:
+    place = "diversify"
+    given = _fields(value, place, _DIVERSIFY_FIELDS)
+    attribute, most, mmr = (given.get(name) for name in _DIVERSIFY_FIELDS)
+    if (attribute is None) != (most is None) or (attribute is None and mmr is None):
+        raise _refused("diversify has attribute and most, or mmr, or all three", place)
+    if attribute is not None and (
+        not isinstance(attribute, str) or len(attribute.encode(errors="replace")) > TEXT_BYTES_MAX
+    ):
+        raise _refused("attribute is the name of one", f"{place}.attribute")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise _refused("most is a whole number, 1 or more", f"{place}.most")
+    if mmr is not None and not 0 < (mmr := _number(mmr, f"{place}.mmr")) <= 1:
+        raise _refused(f"mmr is above 0, up to 1, not {mmr:g}", f"{place}.mmr")
+    return Diversify(attribute, most, mmr)
+
+
+def _fields(value: object, place: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _refused(f"{place or 'a re-ranking'} is a JSON object of {', '.join(known)}", place)
+    for name in value:
+        if name not in known:
+            raise _refused(
+                f"there is no field {str(name)[:40]!r} here; there are {', '.join(known)}", place
+            )
+    return value
+
+
+def _number(value: object, place: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _refused(f"{place.rpartition('.')[2]} is a finite number", place)
+    return float(value)
+
+
+def _refused(message: str, place: str, **details: object) -> InvalidReranking:
+    return InvalidReranking(message, **({"field": place} if place else {}), **details)
+
+
+def below(error: InvalidFilter, place: str) -> InvalidFilter:
+    """The same refusal, of a filter that stands at `place`."""
+    inner = error.details.get("field")
+    details = error.details | {"field": place if inner is None else f"{place}.{inner}"}
+    return type(error)(error.message, **details)
+
+
+class Reranker:
+    """Re-ranking of one generation's items; for any thread.
+
+    Ties stay in the order of the candidates, so that a list is the same whenever it is made.
+    """
+
+    def __init__(
+        self,
+        reranking: Reranking,
+        boosted: tuple[Passing, ...],
+        attributes: ItemAttributes | None,
+        vectors: NDArray[np.float32],
+    ) -> None:
+        self._boosts = tuple(
+            (passing, each.factor) for each, passing in zip(reranking.boosts, boosted, strict=True)
+        )
+        self._diversify = reranking.diversify or Diversify()
+        self._column = _column(self._diversify, attributes)
+        self._vectors = vectors
+
+    def places(
+        self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int
+    ) -> NDArray[np.int64]:
+        """Places int64 of at most k of the candidates, in their new order; these come best first."""
+        boosted = scores.astype(np.float64)
+        for passing, factor in self._boosts:
+            mask = passing.among(ordinals)
+            boosted[mask] *= np.where(boosted[mask] >= 0, factor, 1 / factor)
+        order = np.argsort(-boosted, kind="stable")
+        if self._column is None and self._diversify.mmr is None:
+            return order[:k]
+        relevance = _scaled(boosted[order])
+        room = _Room(self._column, self._diversify.most or 0, ordinals[order])
+        return order[self._greedy(relevance, room, ordinals[order], k)]
+
+    def _greedy(
+        self,
+        relevance: NDArray[np.float64],
+        room: "_Room",
+        ordinals: NDArray[np.uint32],
+        k: int,
+    ) -> NDArray[np.int64]:
+        weight = 1.0 if self._diversify.mmr is None else self._diversify.mmr
+        likeness = np.zeros(len(ordinals))
+        units = _units(self._vectors[ordinals]) if weight < 1 else None
+        value = weight * relevance
+        chosen: list[int] = []
+        is_left = np.ones(len(ordinals), np.bool_)
+        while len(chosen) < k and is_left.any():
+            if units is not None:
+                value = weight * relevance - (1 - weight) * likeness
+            place = int(np.argmax(np.where(is_left, value, -np.inf)))
+            is_left[place] = False
+            if not room.takes(place):
+                continue
+            chosen.append(place)
+            if units is not None:
+                np.maximum(likeness, units @ units[place], out=likeness)
+        return np.array(chosen, np.int64)
+
+
+class _Room:
+    """Count of chosen items by value; an item without the attribute counts for none."""
+
+    def __init__(
+        self, column: AttributeColumn | None, most: int, ordinals: NDArray[np.uint32]
+    ) -> None:
+        self._values = None if column is None else [_values(column, int(each)) for each in ordinals]
+        self._most = most
+        self._counts: Counter[Any] = Counter()
+
+    def takes(self, place: int) -> bool:
+        """True, and counted, if none of the item's values is full."""
+        if self._values is None:
+            return True
+        values = self._values[place]
+        if any(self._counts[each] >= self._most for each in values):
+            return False
+        self._counts.update(values)
+        return True
+
+
+def _values(column: AttributeColumn, ordinal: int) -> tuple[Any, ...]:
+    if column.offsets is not None:
+        first, last = int(column.offsets[ordinal]), int(column.offsets[ordinal + 1])
+        return tuple(set(column.values[first:last].tolist()))
+    value = column.values[ordinal].item()
+    return () if value == _ABSENT.get(column.kind) or value != value else (value,)  # NaN: no number
+
+
+_ABSENT: Final = {"text": int(NO_CODE), "flag": NO_FLAG, "time": int(NO_TIME)}
+
+
+def _column(diversify: Diversify, attributes: ItemAttributes | None) -> AttributeColumn | None:
+    if diversify.attribute is None:
+        return None
+    column = None if attributes is None else attributes.columns.get(diversify.attribute)
+    if column is None:
+        known = {} if attributes is None else attributes.kinds
+        raise unknown_attribute(diversify.attribute, known, "diversify.attribute")
+    return column
+
+
+def _scaled(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Scores from 0 to 1; all 1 where they are the same."""
+    span = np.ptp(scores) if len(scores) else 0.0
+    return (scores - scores.min()) / span if span > 0 else np.ones_like(scores)
+
+
+def _units(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Vectors at length 1, those of length 0 as they are: like nothing."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    units: NDArray[np.float32] = np.zeros_like(vectors)
+    np.divide(vectors, lengths, out=units, where=lengths > 0)
+    return units
