@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -55,6 +56,11 @@ class Reranking:
 
     boosts: tuple[Boost, ...] = ()
     diversify: Diversify | None = None
+
+    @property
+    def is_heavy(self) -> bool:
+        """True if it takes a product with the candidates for each item chosen."""
+        return self.diversify is not None and self.diversify.mmr is not None
 
     @property
     def named(self) -> str:
@@ -172,34 +178,34 @@ class Reranker:
         order = np.argsort(-boosted, kind="stable")
         if self._column is None and self._diversify.mmr is None:
             return order[:k]
-        relevance = _scaled(boosted[order])
         room = _Room(self._column, self._diversify.most or 0, ordinals[order])
-        return order[self._greedy(relevance, room, ordinals[order], k)]
+        if self._diversify.mmr is None:
+            chosen = list(islice(filter(room.takes, range(len(order))), k))
+        else:
+            units = _units(self._vectors[ordinals[order]])
+            chosen = _least_alike(_scaled(boosted[order]), units, self._diversify.mmr, room, k)
+        return order[chosen]
 
-    def _greedy(
-        self,
-        relevance: NDArray[np.float64],
-        room: "_Room",
-        ordinals: NDArray[np.uint32],
-        k: int,
-    ) -> NDArray[np.int64]:
-        weight = 1.0 if self._diversify.mmr is None else self._diversify.mmr
-        likeness = np.zeros(len(ordinals))
-        units = _units(self._vectors[ordinals]) if weight < 1 else None
-        value = weight * relevance
-        chosen: list[int] = []
-        is_left = np.ones(len(ordinals), np.bool_)
-        while len(chosen) < k and is_left.any():
-            if units is not None:
-                value = weight * relevance - (1 - weight) * likeness
-            place = int(np.argmax(np.where(is_left, value, -np.inf)))
-            is_left[place] = False
-            if not room.takes(place):
-                continue
+
+def _least_alike(
+    relevance: NDArray[np.float64],
+    units: NDArray[np.float32],
+    weight: float,
+    room: "_Room",
+    k: int,
+) -> list[int]:
+    """Places of at most k, each the best by its relevance less its likeness to one before it."""
+    worth, likeness = weight * relevance, np.zeros(len(units), np.float32)
+    chosen: list[int] = []
+    for _ in range(len(units)):
+        place = int(np.argmax(worth - (1 - weight) * likeness))
+        worth[place] = -np.inf
+        if room.takes(place):
             chosen.append(place)
-            if units is not None:
-                np.maximum(likeness, units @ units[place], out=likeness)
-        return np.array(chosen, np.int64)
+            if len(chosen) == k:
+                break
+            np.maximum(likeness, units @ units[place], out=likeness)
+    return chosen
 
 
 class _Room:
@@ -208,15 +214,16 @@ class _Room:
     def __init__(
         self, column: AttributeColumn | None, most: int, ordinals: NDArray[np.uint32]
     ) -> None:
-        self._values = None if column is None else [_values(column, int(each)) for each in ordinals]
+        self._column = column
         self._most = most
+        self._ordinals = ordinals.tolist()
         self._counts: Counter[Any] = Counter()
 
     def takes(self, place: int) -> bool:
         """True, and counted, if none of the item's values is full."""
-        if self._values is None:
+        if self._column is None:
             return True
-        values = self._values[place]
+        values = _values(self._column, self._ordinals[place])
         if any(self._counts[each] >= self._most for each in values):
             return False
         self._counts.update(values)

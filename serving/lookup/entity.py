@@ -15,9 +15,10 @@ from serving.answers.sources import Source
 from serving.generations.snapshot import Snapshot
 from serving.rendering.answer_fields import Answer, History, Prediction, history_in
 from serving.requests.errors import Problem, from_input
-from serving.requests.models import Ask, RequestedEntity
+from serving.requests.models import Ask, RequestedEntity, RequestOptions
 
 _TURN = 64
+_HEAVY = 16
 
 _NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
 """Reasons that hold for the previous generation as well."""
@@ -26,12 +27,14 @@ _NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
 class YieldPacer:
     """Lets others use the event loop now and then while a large request is worked through."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: RequestOptions | None = None) -> None:
+        is_heavy = options is not None and options.rerank is not None and options.rerank.is_heavy
+        self._each = _HEAVY if is_heavy else 1
         self._done = 0
 
     async def step(self, entity: RequestedEntity) -> None:
-        """Counts one more entity, a long input as several."""
-        self._done += 1
+        """Counts one more entity, a long input and an order by likeness as several."""
+        self._done += self._each
         if entity.history or entity.features:
             features = (entity.features or {}).values()
             numbers = sum([len(each) if type(each) is tuple else 1 for each in features])

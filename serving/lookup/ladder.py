@@ -135,7 +135,7 @@ class Ladder:
         unread = [case for case in cases if case.reason is None and case.found is None]
         self._inferences.approach(snapshot, unread)
         await self._read(snapshot, unread, turn)
-        pace = YieldPacer()
+        pace = YieldPacer(turn.options)
         for case in cases:
             if (found := case.found) is None:
                 continue
@@ -195,7 +195,7 @@ class Ladder:
         # What comes after live needs a little time too.
         limit_s = left_s - min(self._l2_deadline_s, left_s / 4)
         outcomes = await self._inferences.run(snapshot, cases, limit_s)
-        pace = YieldPacer()
+        pace = YieldPacer(turn.options)
         for case, outcome in zip(cases, outcomes, strict=True):
             await pace.step(case.entity)
             if isinstance(outcome, Computed):
@@ -260,7 +260,7 @@ class Ladder:
         wants = [want for _, want in asked]
         deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
         outcomes = await self._tiers.get_many(previous.view, wants, deadline)
-        pace = YieldPacer()
+        pace = YieldPacer(turn.options)
         for (case, want), outcome in zip(asked, outcomes, strict=True):
             if not isinstance(outcome, Found):
                 continue
@@ -278,7 +278,7 @@ class Ladder:
 
     async def _give_default(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
         """Defaults, which hold for everybody."""
-        pace = YieldPacer()
+        pace = YieldPacer(turn.options)
         for case in cases:
             await pace.step(case.entity)
             self.reply.default(case, holding.live, turn)

@@ -11,7 +11,7 @@ from serving.answers.sources import Source
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Turn, left_out
-from serving.lookup.entity import Case, cases_of
+from serving.lookup.entity import Case, YieldPacer, cases_of
 from serving.lookup.ladder import Ladder
 from serving.ranking.filters import Filters, Search
 from serving.ranking.user_vectors import metric_of, vector_table
@@ -54,7 +54,9 @@ class FilteredLookup:
         if known and passing is not None:
             searches = [_search_of(case, snapshot, each.vector, turn) for case, each in known]
             found = await self._filters.search(snapshot, passing, searches, turn.deadline)
+            pace = YieldPacer(turn.options)
             for (case, each), best in zip(known, found or (), strict=False):
+                await pace.step(case.entity)
                 self._ladder.reply.searched(case, snapshot, best, each.source, each.producer, turn)
         for case in cases:
             if case.answer is None:
