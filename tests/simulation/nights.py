@@ -93,6 +93,13 @@ def _items() -> ItemTable:
     return ItemTable(directory, ids, offsets, vectors, np.arange(COUNT, dtype=np.int64))
 
 
+def forget() -> None:
+    """Forgets the nights, and makes what a process makes once: no simulation depends on those before it."""
+    night.cache_clear()
+    _items()
+    assert LAYOUT.dtype.itemsize == LAYOUT.size_bytes  # found once, too
+
+
 def _directory(name: str, ids: Sequence[str]) -> tuple[Directory, list[bytes]]:
     raws = [each.encode() for each in ids]
     hashes = hash_ids(raws, _SEEDS[name])

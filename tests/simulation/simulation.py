@@ -92,6 +92,8 @@ class Simulation:
 
     def run(self) -> str:
         """Lives through all steps, then through calm, then stops everything; the hash of what happened."""
+        substitution.forget()
+        nights.forget()
         _CURRENT.append(self)
         self.loop._default_executor = Pool(self.threads, 8)  # type: ignore[attr-defined]
         self.loop.set_exception_handler(self._unhandled)

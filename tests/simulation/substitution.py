@@ -4,7 +4,9 @@ Found by what it is, not by where it stands: every module of the named packages 
 or `threading`, and every default argument that is one of their functions.
 """
 
+import functools
 import importlib
+import inspect
 import pkgutil
 import random
 import secrets
@@ -86,6 +88,25 @@ def substituted(replaced: Mapping[Any, Any]) -> Iterator[None]:
     finally:
         for each in reversed(undo):
             each()
+
+
+def forget() -> None:
+    """Empties the caches of the packages' functions: what a process remembers takes fewer lines to find.
+
+    Those without arguments are filled instead; they cost too much to fill each time.
+    """
+    for each in _remembering():
+        if inspect.signature(each.__wrapped__).parameters:
+            each.cache_clear()
+        else:
+            each()
+
+
+@functools.cache
+def _remembering() -> tuple[Any, ...]:
+    modules = [module for name, module in sorted(sys.modules.items()) if module and _is_of(name)]
+    found = (each for module in modules for each in vars(module).values())
+    return tuple(each for each in found if isinstance(each, functools._lru_cache_wrapper))
 
 
 _ROOTS = {name.split(".")[0] for name in PACKAGES}
