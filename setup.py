@@ -9,6 +9,7 @@ HEADERS = {
     TOPK: ("exact", "state", "candidates", "passes", "block"),
     COLUMNS: (
         "taken",
+        "products",
         "dots",
         "flights",
         "hashes",
@@ -28,7 +29,7 @@ def compiled(name: str, folder: str, *libraries: str) -> Extension:
     return Extension(
         name,
         [f"{folder}/{name.rpartition('._')[2]}.c"],
-        depends=[f"{folder}/{each}.h" for each in HEADERS[folder]],
+        depends=[*(f"{folder}/{each}.h" for each in HEADERS[folder]), f"{COLUMNS}/products.h"],
         # No multiply-add may be fused: numbers have the same bits with and without what is compiled.
         extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off"],
         libraries=list(libraries),

@@ -2,22 +2,10 @@
 #ifndef LARDER_DOTS_H
 #define LARDER_DOTS_H
 
+#include "products.h"
 #include "taken.h"
 
 #define AHEAD 4 /* rows that are on their way while one is multiplied */
-
-typedef float sixteen __attribute__((vector_size(64), aligned(4), may_alias));
-
-/* In an order of summation that vectors like: equal to other sums up to rounding only. */
-static float near_dot(const any_f32 *a, const any_f32 *b, Py_ssize_t dims) {
-    sixteen lanes = {0};
-    float sum = 0;
-    Py_ssize_t i = 0;
-    for (; i + 16 <= dims; i += 16) lanes += *(const sixteen *)(a + i) * *(const sixteen *)(b + i);
-    for (; i < dims; i++) sum += a[i] * b[i];
-    for (i = 0; i < 16; i++) sum += lanes[i];
-    return sum;
-}
 
 static void prefetch_row(const any_f32 *row, Py_ssize_t dims) {
     for (Py_ssize_t i = 0; i < dims && i < 512; i += 16) __builtin_prefetch(row + i);
@@ -45,7 +33,7 @@ static PyObject *dots(PyObject *module, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + AHEAD < count) prefetch_row(all + ordinals[i + AHEAD] * dims, dims);
-        found[i] = near_dot(one, all + ordinals[i] * dims, dims);
+        found[i] = near_dot((const float *)one, (const float *)(all + ordinals[i] * dims), (size_t)dims);
     }
     Py_END_ALLOW_THREADS;
 end:

@@ -134,7 +134,7 @@ class Reply:
             if passing is not None and is_cut(prediction, record, table):
                 case.reason = MissReason.FILTERED
                 producer = "live" if record.live else "batch"
-                case.partial = Partial(prediction, snapshot, source, producer)
+                case.partial = Partial(prediction, snapshot, source, producer, passing)
                 return
             # What a re-ranking leaves out, no other list of the same items would have more of.
             wanted = least if reranker is None else 1
@@ -165,21 +165,20 @@ class Reply:
             self.default(case, snapshot, turn)
             return
         # Of the generation that the list is of, which may be the previous one: what its users had is not known here.
-        prediction, of, source, producer = case.partial
+        prediction, of, source, producer, passing = case.partial
         gone = left_out(case, of, turn) if of is snapshot else np.empty(0, np.int64)
-        is_short = _is_short(case, of, turn, gone)
-        self._finish(case, prediction | {"short": is_short}, of, source, producer, turn, {})
+        prediction["short"] = _is_short(passing, gone, case.k)
+        self._finish(case, prediction, of, source, producer, turn, {})
 
     def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         """Answers with what holds for everybody."""
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
-        barred = (turn.excluded(snapshot),)
+        barred, passing = (turn.excluded(snapshot),), turn.passing(snapshot)
         prediction = from_defaults(
-            snapshot, case.table, case.entity, case.k, barred,
-            turn.passing(snapshot), turn.reranker(snapshot),
-        )  # fmt: skip
-        if turn.passing(snapshot) is not None and case.table.kind == "topk":
-            prediction["short"] = _is_short(case, snapshot, turn, left_out(case, snapshot, turn))
+            snapshot, case.table, case.entity, case.k, barred, passing, turn.reranker(snapshot)
+        )
+        if passing is not None:
+            prediction["short"] = _is_short(passing, left_out(case, snapshot, turn), case.k)
         producer = "defaults" if case.table.kind == "topk" else None
         self._finish(case, prediction, snapshot, Source.DEFAULT, producer, turn, {})
 
@@ -255,9 +254,6 @@ def left_out(case: Case, snapshot: Snapshot, turn: Turn) -> NDArray[np.int64]:
     return ordinals[ordinals >= 0]  # of what is excluded some may be no items
 
 
-def _is_short(case: Case, snapshot: Snapshot, turn: Turn, gone: NDArray[np.int64]) -> bool:
+def _is_short(passing: Passing, gone: NDArray[np.int64], k: int) -> bool:
     """True if fewer than k items pass the filter in all, without those that are gone."""
-    passing = turn.passing(snapshot)
-    if passing is None:
-        return False
-    return passing.count - int(passing.among(np.unique(gone)).sum()) < case.k
+    return passing.count - int(passing.among(np.unique(gone)).sum()) < k

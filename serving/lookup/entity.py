@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cache.errors import InvalidInput
+from cache.filters.masks import Passing
 from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
 from cache.format.records.codec import Record, decode
@@ -51,6 +52,7 @@ class Partial(NamedTuple):
     snapshot: Snapshot
     source: Source
     producer: str
+    passing: Passing
 
 
 @dataclass(slots=True, eq=False)
