@@ -24,7 +24,8 @@ ROOMS = (
     "precompute.reference", "precompute.adapters", "precompute.device",
     "precompute.builds", "precompute.scoring", "precompute.erasing", "precompute.gates.evidence",
     "precompute.gates.rules",
-    "precompute.gates", "precompute.steps", "precompute.operations", "precompute.canary", "precompute.planning",
+    "precompute.gates", "precompute.steps", "precompute.operations", "precompute.canary", "precompute.experiments",
+    "precompute.planning",
     "precompute.cli", "precompute",
 )  # fmt: skip
 """Lowest first: a room imports itself and rooms before it."""

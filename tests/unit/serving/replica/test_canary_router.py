@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.control.canary_split import Split
+from cache.control.key_split import Split
 from cache.store.releases import Canary
 from serving.generations.served_set import Holding
 from serving.replica.canary_router import CanaryRouter
