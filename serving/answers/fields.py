@@ -50,6 +50,8 @@ class Origin:
     live: Annotated[str | None, Say("Why live did not answer, though it could; `overloaded`: left out", TOLD)] = None
     dropped_history: Annotated[int, Say("History ids the model does not know", TOLD)] = 0
     stale: Annotated[str | None, Say("Why this replica may lag behind", TOLD)] = None
+    experiment: Annotated[str | None, Say("Experiment that the request's key is in", TOLD)] = None
+    arm: Annotated[str | None, Say("Arm of it that answered", TOLD)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

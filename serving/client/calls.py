@@ -54,6 +54,8 @@ class Options:
     max_age_seconds: float | None = None
     generation: str | None = None
     canary_key: Id | None = None
+    arm: str | None = None
+    """`EXPERIMENT=ARM` that is to answer, for tests of it: counted as no exposure."""
     filter: Mapping[str, Any] | None = None
     """Expression over attributes of items, such as `{"<": ["price", 20]}`: only what passes it is answered."""
 

@@ -53,6 +53,9 @@ class Shelf:
         self.changed: Callable[[], None] = lambda: None
         self.swap: Swap | None = None
         self.canary: Canary | None = None
+        self.is_divided = False
+        """True while some requests may be answered from something else than `holding`, or than its live one."""
+        self._by_experiments = False
         self._open = open_snapshot
         self._metrics = metrics
         self._warm = warm
@@ -117,6 +120,7 @@ class Shelf:
         """Serves a snapshot as the pointer says; what was live stays if the pointer names it as previous."""
         held, released = self.holding, live.released_as(pointer.epoch, pointer.published_at)
         self._first, self.canary = None, pointer.canary
+        self.divide(by_experiments=self._by_experiments)
         previous = next_ = None
         if held is not None:
             previous = held.find(pointer.previous)
@@ -136,6 +140,11 @@ class Shelf:
     def _kept(coming: Snapshot, live: Snapshot, previous: Snapshot | None) -> Snapshot | None:
         taken = (live.generation, None if previous is None else previous.generation)
         return None if coming.generation in taken else coming
+
+    def divide(self, *, by_experiments: bool) -> None:
+        """Notes whether experiments run, which send some requests elsewhere."""
+        self._by_experiments = by_experiments
+        self.is_divided = by_experiments or self.canary is not None
 
     def put(self, holding: Holding) -> None:
         """Replaces `holding`: the one place where what is held changes, except for the blocklist."""

@@ -58,6 +58,11 @@ OPTIONS: Json = {
         "description": "Decides whether a canary answers, if one runs: the same key always meets the same generation. "
         "By default the user, if the request is about one user alone; without either the live one answers",
     },
+    "arm": {
+        "type": "string",
+        "pattern": "^[^=]{1,32}=[^=]{1,32}$",
+        "description": "EXPERIMENT=ARM that is to answer, or 409; for testers, not counted",
+    },
     "filter": {
         "type": "object",
         "minProperties": 1,

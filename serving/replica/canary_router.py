@@ -36,7 +36,7 @@ class CanaryRouter:
             return holding, None
         if options.generation is not None:
             return self._aside(holding, "pinned")
-        key = options.canary_key or _user(holding, entities)
+        key = key_of(holding, entities, options)
         if key is None:
             return self._aside(holding, "no_key")
         if holding.canary is None or holding.next is None:
@@ -107,8 +107,12 @@ class CanaryRouter:
         return holding, None
 
 
-def _user(holding: Holding, entities: Sequence[RequestedEntity]) -> bytes | None:
-    """The one user that a request is about."""
+def key_of(
+    holding: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
+) -> bytes | None:
+    """Key by which a request is assigned: the caller's, else the one user that it is about."""
+    if options.canary_key is not None:
+        return options.canary_key
     if len(entities) != 1:
         return None
     table = holding.live.manifest.tables.get(entities[0].table)

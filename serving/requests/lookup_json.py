@@ -20,7 +20,16 @@ from serving.requests.models import Ask, Limits, RequestedEntity, ScoreAsk
 from serving.requests.options import body_options, query_options
 
 _ENTITY_FIELDS = frozenset({"id", "history", "features"})
-_COMMON = {"k", "deadline_ms", "fresh", "max_age_seconds", "generation", "canary_key", "filter"}
+_COMMON = {
+    "k",
+    "deadline_ms",
+    "fresh",
+    "max_age_seconds",
+    "generation",
+    "canary_key",
+    "filter",
+    "arm",
+}
 _LOOKUP_FIELDS = frozenset({"entities", "exclude", *_COMMON})
 _SCORE_FIELDS = frozenset({"user", "items", *_COMMON})
 _FEEDBACK_FIELDS = frozenset({"generation", "canary_key", "event", "count"})

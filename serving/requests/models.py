@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 from cache.filters.expression import Filter
 from cache.format.ids import FeatureValue
@@ -47,6 +47,13 @@ class RequestedEntity:
         return replace(self, table=table)
 
 
+class RequestedArm(NamedTuple):
+    """Arm of an experiment that a tester wants to be answered by."""
+
+    experiment: str
+    arm: str
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """Options that apply to every entity of a request."""
@@ -59,6 +66,7 @@ class RequestOptions:
     generation: str | None = None
     canary_key: bytes | None = None
     filter: Filter | None = None
+    arm: RequestedArm | None = None
 
 
 @dataclass(frozen=True, slots=True)
