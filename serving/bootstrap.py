@@ -15,12 +15,14 @@ from serving.config.settings import ServingConfig, limits_of
 from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import Dashboard
 from serving.experiments.arms import Arms
+from serving.experiments.exposures import FLUSH_S, ExposureLog
 from serving.experiments.router import ExperimentRouter
 from serving.explain.explainer import Explainer
 from serving.generations.store_threads import StoreThreads
 from serving.http.exposition import Exposition
 from serving.http.service import Service
 from serving.lookup.service import LookupService
+from serving.metrics.event_counters import Events
 from serving.metrics.registry import Metrics
 from serving.namespace import HeldNamespace, ServedArm
 from serving.process.worker_metrics import Peers
@@ -112,6 +114,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     )  # fmt: skip
     refresher.also(config.blocklist_poll_s, arms.look, b"experiments")
 
+    exposures = ExposureLog(store, name, clock=clock, in_thread=reading)
+    refresher.also(FLUSH_S, exposures.flush)
+    metrics.registry.register(Events(exposures.events))
+
     async def drain() -> None:
         await refresher.drain()
         await arms.drain()
@@ -120,7 +126,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         **{each.name: getattr(service, each.name) for each in fields(service)},
         has_tokens=config.has_tokens, drain=drain, nights=nights, expose=Exposition(exposed),
         dashboard=dashboard, explainer=explainer, quality=quality, filters=filters,
-        experiments=ExperimentRouter(arms, metrics),
+        experiments=ExperimentRouter(arms, exposures, metrics),
     )  # fmt: skip
     try:
         await refresher.start()
@@ -136,6 +142,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             await peers.aclose()
         await arms.aclose()
         await refresher.aclose()
+        await exposures.flush()
         await dashboard.aclose()
         await quality.aclose()
         await answering.aclose()

@@ -1,4 +1,4 @@
-"""One namespace as a replica holds it: what follows its pointer, what it says of itself, and what reads its keys."""
+"""A namespace as a replica holds it: what follows its pointer, beats in it, and reads its keys."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor

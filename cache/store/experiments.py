@@ -229,3 +229,12 @@ def change_experiments(
 
 def _path(version: int) -> str:
     return f"{FOLDER}/{version:012d}.json"
+
+
+EXPOSURES = "exposures"
+"""Folder of the exposure log: parts as replicas write them, and a folder for each experiment."""
+
+
+def exposure_part(hour: int, replica: str, number: int) -> str:
+    """Store path of a part of an hour (since 1970), the `number`th of a replica."""
+    return f"{EXPOSURES}/parts/{hour}.{replica}-{number}.json"

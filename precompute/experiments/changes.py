@@ -12,7 +12,7 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
 from precompute.experiments import edits
-from precompute.experiments.edits import Requested
+from precompute.experiments.edits import ExperimentOption
 from precompute.experiments.matching import demand_match, published
 
 POLL_S = 0.05
@@ -20,7 +20,7 @@ POLL_S = 0.05
 
 def start(
     config: NightConfig,
-    asked: Requested,
+    asked: ExperimentOption,
     *,
     holdout: float | None = None,
     progress: Progress = quiet,

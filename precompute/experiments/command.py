@@ -1,6 +1,7 @@
 """The command `experiment`: its options, and what each action shows."""
 
 import argparse
+import time
 from typing import Any
 
 from cache.control.allotment import BUCKETS, size_of
@@ -9,10 +10,12 @@ from cache.store.experiments import Experiment, Experiments
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.experiments import changes
-from precompute.experiments.edits import Requested, RequestedArm
+from precompute.experiments.edits import ArmOption, ExperimentOption
+from precompute.experiments.exposures import erased_users, gather
+from precompute.experiments.freeing import free
 from precompute.experiments.status import status
 
-ACTIONS = ("start", "status", "share", "stop")
+ACTIONS = ("start", "status", "share", "stop", "exposures", "retire")
 DESCRIPTION = "let bundles live beside each other for weeks, each answering the keys of its arm"
 
 
@@ -46,7 +49,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
-    """`experiment start|status|share|stop`."""
+    """`experiment start|status|share|stop|exposures|retire`."""
     name: str | None = arguments.name
     match arguments.action:
         case "status":
@@ -61,11 +64,16 @@ def command(
                 config, name, share=arguments.share, arms=arms, holdout=arguments.holdout
             )
             return told(written, name)
+        case "exposures":
+            store = config.store()
+            return gather(store, at=time.time(), erased=erased_users(store))
+        case "retire":
+            return free(config, _named(name))
         case "stop":
             return told(changes.stop(config, _named(name), reason=arguments.reason), name)
     share = 1.0 if arguments.share is None else arguments.share
     arms_ = tuple(arm_of(each) for each in arguments.arm)
-    asked = Requested(config.namespace, _named(name), arms_, share, arguments.sample)
+    asked = ExperimentOption(config.namespace, _named(name), arms_, share, arguments.sample)
     return told(changes.start(config, asked, holdout=arguments.holdout, progress=progress), name)
 
 
@@ -94,13 +102,13 @@ def _named(name: str | None) -> str:
     return name
 
 
-def arm_of(text: str) -> RequestedArm:
+def arm_of(text: str) -> ArmOption:
     """Arm of NAME=NAMESPACE:SHARE; raises ConfigError for anything else."""
     name, equals, rest = text.partition("=")
     namespace, colon, share = rest.rpartition(":")
     if not (name and equals and namespace and colon):
         raise ConfigError(f"--arm is NAME=NAMESPACE:SHARE, not {text!r}", field="arm")
-    return RequestedArm(name, namespace, _number(share, text))
+    return ArmOption(name, namespace, _number(share, text))
 
 
 def _share_of(text: str) -> tuple[str, float]:

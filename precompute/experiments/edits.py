@@ -20,7 +20,7 @@ _SUM_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class RequestedArm:
+class ArmOption:
     """Arm as somebody asks for it: its name, namespace and share of the experiment."""
 
     name: str
@@ -29,12 +29,12 @@ class RequestedArm:
 
 
 @dataclass(frozen=True, slots=True)
-class Requested:
+class ExperimentOption:
     """Experiment as somebody asks for it, beside the namespace `own` of the service; raises ConfigError for none."""
 
     own: str
     name: str
-    arms: tuple[RequestedArm, ...]
+    arms: tuple[ArmOption, ...]
     share: float
     sample: float = 1.0
 
@@ -69,7 +69,7 @@ class Requested:
 
 
 def add(
-    found: Experiments, asked: Requested, *, holdout: float | None = None, at: float
+    found: Experiments, asked: ExperimentOption, *, holdout: float | None = None, at: float
 ) -> Experiments:
     """Experiments with the one asked for, not started yet; as they were if it is there already.
 

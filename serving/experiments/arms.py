@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from cache.control.key_split import Owners
+from cache.control.key_split import Owners, Split
 from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
 from cache.store.experiments import Experiment, Experiments, latest_experiments, newest_version
@@ -20,7 +20,7 @@ class ArmNamespace(Protocol):
 
     @property
     def service(self) -> LookupService:
-        """What answers from it."""
+        """The service that answers from it."""
         ...
 
     async def start(self) -> None:
@@ -40,6 +40,10 @@ class Routing:
         self.experiments: Mapping[str, Experiment] = {each.name: each for each in record.current}
         self._layer = record.owners
         self._arms: Mapping[str, Owners] = {each.name: each.owners for each in record.running}
+        self._sampled = {
+            each.name: Split.of(f"{each.salt}/exposures", 100 * each.sample)
+            for each in record.running
+        }
 
     def of(self, key: bytes) -> tuple[str, str] | None:
         """Experiment and arm that have the key; None if no experiment that runs does."""
@@ -47,6 +51,10 @@ class Routing:
         owners = None if name is None else self._arms.get(name)
         arm = None if owners is None else owners.of(key)
         return None if name is None or arm is None else (name, arm)
+
+    def is_sampled(self, experiment: str, key: bytes) -> bool:
+        """True if the key's exposures are written down: of a key always, or never."""
+        return self._sampled[experiment].takes(key)
 
 
 class Arms:
@@ -78,7 +86,7 @@ class Arms:
         self._leaving: dict[str, float] = {}
 
     def service(self, namespace: str) -> LookupService | None:
-        """What answers from a namespace; None if it is not held, or nothing of it is loaded."""
+        """The service of a namespace; None if it is not held, or nothing of it is loaded."""
         if namespace == self.namespace:
             return self.own
         held = self._held.get(namespace)
@@ -119,20 +127,27 @@ class Arms:
         for name in wanted:
             self._leaving.pop(name, None)
             if name not in self._held:
-                opened = self._open(name)
-                try:
-                    await opened.start()
-                except BaseException:
-                    await opened.aclose()
-                    raise
-                self._held[name] = opened
-                log.info("namespace %s is held for experiments", name)
+                await self._begin(name)
         for name in [each for each in self._held if each not in wanted]:
             since = self._leaving.setdefault(name, self._timer())
             if self._timer() - since >= self._grace_s:
                 del self._leaving[name]
                 await self._held.pop(name).aclose()
                 log.info("namespace %s is held no more", name)
+
+    async def _begin(self, name: str) -> None:
+        opened = self._open(name)
+        try:
+            await opened.start()
+        except Exception:  # the other namespaces are held all the same; the next look tries again
+            log.exception("namespace %s cannot be held", name)
+            await opened.aclose()
+            return
+        except BaseException:
+            await opened.aclose()
+            raise
+        self._held[name] = opened
+        log.info("namespace %s is held for experiments", name)
 
 
 def _newer(store: ArtefactStore, current: int) -> Experiments | None:

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from serving.experiments.arms import Arms
+from serving.experiments.exposures import ExposureLog
 from serving.lookup.service import LookupService
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
 from serving.replica.canary_router import key_of
+from serving.replica.canary_stats import EventNames
 from serving.requests.errors import Problem
-from serving.requests.models import RequestedArm, RequestedEntity, RequestOptions
+from serving.requests.models import Reported, RequestedArm, RequestedEntity, RequestOptions
 
 
 class Assigned(NamedTuple):
@@ -23,14 +25,16 @@ class Assigned(NamedTuple):
 class ExperimentRouter:
     """Routes by the caller's key alone, so that every replica sends the same requests to the same namespace."""
 
-    def __init__(self, arms: Arms, metrics: Metrics) -> None:
+    def __init__(self, arms: Arms, exposures: ExposureLog, metrics: Metrics) -> None:
+        self.exposures = exposures
         self._arms = arms
         self._metrics = metrics
+        self._events = EventNames()
 
     def route(
         self, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> tuple[LookupService, Assigned | None]:
-        """What answers the whole request, and the arm that it is; None for no arm.
+        """The service that answers the whole request, and the arm that it is; None for no arm.
 
         Raises Problem (409) for an arm that the caller names and that is not held here.
         """
@@ -60,10 +64,47 @@ class ExperimentRouter:
         for each in answers:
             each["experiment"], each["arm"] = name, arm
         if key is not None:
+            self._note(name, arm, key)
             self._metrics.experiment_requests.labels(name, arm).inc()
             for each in answers:
                 self._metrics.experiment_answers.labels(name, arm, each["source"]).inc()
         return answers
+
+    def feedback(self, told: Reported) -> dict[str, str | None]:
+        """Counts what a caller reports, for the arm of an experiment and for that of a canary in its namespace."""
+        service = self._arms.own
+        found: tuple[str, str] | None = told.arm
+        if told.key is not None and (routing := self._arms.routing) is not None:
+            found = routing.of(told.key)
+        elif told.generation is not None:
+            service = self._holder_of(told.generation)
+        if found is not None:
+            serving = self._running(*found)
+            service, found = (service, None) if serving is None else (serving, found)
+        arm = None
+        if told.arm is None:
+            arm = service.trial.feedback(
+                service.holding(), told.generation, told.key, told.event, told.count
+            )
+        if found is None:
+            return {"arm": arm}
+        event = self._events.of(told.event)
+        self.exposures.heard(*found, event, told.count)
+        self._metrics.experiment_feedback.labels(*found, event).inc(told.count)
+        return {"arm": arm, "experiment": "=".join(found)}
+
+    def _note(self, experiment: str, arm: str, key: bytes) -> None:
+        """Writes a request down: no erased or blocked key, and none that the experiment's sample leaves out."""
+        routing, blocked = self._arms.routing, self._arms.own.follower.shelf.blocklist
+        is_logged = routing is not None and routing.is_sampled(experiment, key)
+        is_logged = is_logged and key not in blocked.users and key not in blocked.entities
+        self.exposures.request(experiment, arm, key if is_logged else None)
+
+    def _running(self, experiment: str, arm: str) -> LookupService | None:
+        """The service of an arm of an experiment that runs."""
+        routing = self._arms.routing
+        known = None if routing is None else routing.experiments.get(experiment)
+        return self._serving(experiment, arm) if known is not None and known.is_running else None
 
     def _forced(self, asked: RequestedArm) -> tuple[LookupService, Assigned]:
         service = self._serving(asked.experiment, asked.arm)
@@ -78,7 +119,7 @@ class ExperimentRouter:
         return service, Assigned(asked.experiment, asked.arm, None)
 
     def _serving(self, experiment: str, arm: str) -> LookupService | None:
-        """What answers for an arm; None where that is not held."""
+        """The service of an arm; None where that is not held."""
         routing = self._arms.routing
         known = None if routing is None else routing.experiments.get(experiment)
         found = None if known is None else known.arm(arm)

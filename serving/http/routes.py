@@ -87,7 +87,7 @@ def routes(service: Service) -> APIRouter:
 
     async def feedback(request: Request, _started: float) -> object:
         told = feedback_of(await _json(service, request))
-        return {"arm": service.trial.feedback(service.holding(), *told)}
+        return service.experiments.feedback(told)
 
     async def explain_one(request: Request, _started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()

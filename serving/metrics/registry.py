@@ -140,6 +140,11 @@ class Metrics:
         self.experiments_version = gauge(
             "larder_experiments_version", "The version of the experiments in force here"
         )
+        self.experiment_feedback = counter(
+            "larder_experiment_feedback",
+            "What callers report, by arm of an experiment",
+            ["experiment", "arm", "event"],
+        )
         self.experiment_aside = counter(
             "larder_experiment_aside", "Requests in no arm while experiments are held", ["reason"]
         )

@@ -70,6 +70,17 @@ class RequestOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Reported:
+    """Feedback of a caller: `count` events, of answers of a generation, to a key, or of an arm; the others are None."""
+
+    generation: str | None
+    key: bytes | None
+    arm: RequestedArm | None
+    event: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """Lookup request: entities and the options for all of them."""
 

@@ -46,7 +46,7 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
         generation=generation,
         canary_key=_key(data.get("canary_key"), "canary_key"),
         filter=_filter(data.get("filter")),
-        arm=_arm(data.get("arm"), "arm"),
+        arm=read_arm(data.get("arm"), "arm"),
     )
 
 
@@ -79,7 +79,7 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
         generation=data.get("generation"),
         canary_key=_key(data.get("canary_key"), "canary_key"),
         filter=_filter_of_text(data.get("filter")),
-        arm=_arm(data.get("arm"), "arm"),
+        arm=read_arm(data.get("arm"), "arm"),
     )
 
 
@@ -100,7 +100,7 @@ def with_headers(
             key = _key(value.decode(errors="replace"), "x-larder-canary-key")
             options = replace(options, canary_key=key)
         elif name == ARM and options.arm is None:
-            arm = _arm(value.decode(errors="replace"), ARM.decode())
+            arm = read_arm(value.decode(errors="replace"), ARM.decode())
             options = replace(options, arm=arm)
     return options
 
@@ -109,7 +109,8 @@ def _key(value: object, field: str) -> bytes | None:
     return None if value is None else read_id(value, field)
 
 
-def _arm(value: object, field: str) -> RequestedArm | None:
+def read_arm(value: object, field: str) -> RequestedArm | None:
+    """Arm of `EXPERIMENT=ARM`, None for None; raises Problem for anything else."""
     if value is None:
         return None
     parts = value.split("=") if isinstance(value, str) else []

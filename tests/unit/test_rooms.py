@@ -21,11 +21,11 @@ ROOMS = (
     "serving.dashboard", "serving.dashboard.terminal", "serving.fast_lookup", "serving.http",
     "serving.fast_http", "serving.process", "serving",
     "precompute.config", "precompute.control", "precompute.sources", "precompute.bulk", "precompute.bundles",
-    "precompute.erasures", "precompute.releases", "precompute.partitions", "precompute.topk",
+    "precompute.erasures", "precompute.releases", "precompute.experiments", "precompute.partitions", "precompute.topk",
     "precompute.reference", "precompute.adapters", "precompute.device",
     "precompute.builds", "precompute.scoring", "precompute.erasing", "precompute.gates.evidence",
     "precompute.gates.rules",
-    "precompute.gates", "precompute.steps", "precompute.operations", "precompute.canary", "precompute.experiments",
+    "precompute.gates", "precompute.steps", "precompute.operations", "precompute.canary",
     "precompute.planning",
     "precompute.cli", "precompute",
 )  # fmt: skip

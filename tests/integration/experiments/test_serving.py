@@ -14,7 +14,7 @@ from cache.store.experiments import Experiments, latest_experiments
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
 from precompute.experiments import changes
-from precompute.experiments.edits import Requested, RequestedArm
+from precompute.experiments.edits import ArmOption, ExperimentOption
 from serving.client.calls import Options
 from serving.client.clients import AsyncClient
 from tests.integration.experiments.arms import arms, live_of
@@ -46,8 +46,8 @@ def start(
     share: float = 0.6,
     holdout: float | None = None,
 ) -> Experiments:
-    named = (RequestedArm("control", own.namespace, 0.5), RequestedArm("b", other.namespace, 0.5))
-    return changes.start(own, Requested(own.namespace, name, named, share), holdout=holdout)
+    named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
+    return changes.start(own, ExperimentOption(own.namespace, name, named, share), holdout=holdout)
 
 
 def expected(own: NightConfig, other: NightConfig, key: str) -> tuple[str, str | None, str | None]:

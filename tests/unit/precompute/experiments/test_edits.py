@@ -8,14 +8,14 @@ from cache.control.allotment import BUCKETS, size_of
 from cache.errors import ConfigError, Conflict
 from cache.store.experiments import NAMESPACES_MAX, RUNNING_MAX, Experiments
 from precompute.experiments import edits
-from precompute.experiments.edits import Requested, RequestedArm
+from precompute.experiments.edits import ArmOption, ExperimentOption
 
 KEYS = [f"key-{number}".encode() for number in range(3_000)]
 
 
-def asked(name: str = "ranker", share: float = 0.2, other: str = "second") -> Requested:
-    arms = (RequestedArm("control", "default", 0.5), RequestedArm("other", other, 0.5))
-    return Requested("default", name, arms, share)
+def asked(name: str = "ranker", share: float = 0.2, other: str = "second") -> ExperimentOption:
+    arms = (ArmOption("control", "default", 0.5), ArmOption("other", other, 0.5))
+    return ExperimentOption("default", name, arms, share)
 
 
 def assigned(found: Experiments) -> dict[bytes, tuple[str, str | None] | None]:
@@ -65,7 +65,7 @@ def test_what_can_be_no_experiment_is_refused(
     arms: tuple[tuple[str, str, float], ...], share: float, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        Requested("default", "ranker", tuple(RequestedArm(*each) for each in arms), share)
+        ExperimentOption("default", "ranker", tuple(ArmOption(*each) for each in arms), share)
 
 
 def test_keys_are_nobodys_twice_and_too_few_are_refused_with_how_many_are_free() -> None:
@@ -91,9 +91,9 @@ def test_no_more_run_and_no_more_namespaces_are_held_than_replicas_can_hold() ->
     with pytest.raises(Conflict, match=f"{RUNNING_MAX} experiments run already"):
         edits.add(found, asked("more", 0.05, "n0"), at=1.0)
     found = edits.end(found, "e0", at=2.0)
-    arms = (*asked().arms[:1], RequestedArm("b", "x", 0.2), RequestedArm("c", "y", 0.3))
+    arms = (*asked().arms[:1], ArmOption("b", "x", 0.2), ArmOption("c", "y", 0.3))
     with pytest.raises(Conflict, match="9 namespaces beside their own, 8 are allowed"):
-        edits.add(found, Requested("default", "more", arms, 0.05), at=3.0)
+        edits.add(found, ExperimentOption("default", "more", arms, 0.05), at=3.0)
 
 
 @given(st.data())
