@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 from rich.markup import render
 
+from cache.errors import Conflict
 from cache.store.artefacts import read_manifest
 from precompute.cli.parser import parser_of_commands
 from precompute.config.generations_at_peak import generations_at_peak
@@ -43,9 +45,13 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
     tmp_path: Path, redis_url: str
 ) -> None:
     own, one, two = arms(tmp_path, redis_url, 2)
-    for name, other in (("ranker", one), ("cold", two)):
+
+    def start(name: str, other: NightConfig) -> None:
         named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
         changes.start(own, ExperimentOption(own.namespace, name, named, 0.3))
+
+    start("ranker", one)
+    start("cold", two)
     before = limits_of(own, record_bytes=100)
 
     with control_of(own) as control:
@@ -70,7 +76,12 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
         f"ranker=b ({one.namespace}): {found[0].pages:,} pages" in gates["redis_headroom"]["note"]
     )
 
+    with pytest.raises(Conflict, match="not over"):
+        free(own, "ranker")
+    start("also", one)
     changes.stop(own, "ranker")
+    assert free(own, "ranker")["freed"] == [] and pages_of(one)[0] > 0
+    changes.stop(own, "also")
     with control_of(own) as control:
         assert [each.namespace for each in arms_room(own, control.client)] == [two.namespace]
     live = live_of(one)
