@@ -81,7 +81,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         is_on=config.observe and config.dashboard_s > 0,
         counted=parts.counted, about=lambda: parts.about(replica),
         bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
-        advisor=advisor.told, quality=quality.told, in_thread=reading,
+        advisor=advisor.told, quality=quality.told, arms=lambda: arms.told(), in_thread=reading,
     )  # fmt: skip
     if dashboard.is_on:
         refresher.also(config.dashboard_s, dashboard.tell)

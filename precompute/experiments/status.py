@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from cache.control.allotment import BUCKETS, size_of
+from cache.control.rate_ratio import rate_ratio
 from cache.errors import Conflict
 from cache.format.redis_keys import Keyspace
 from cache.store.experiments import Experiment, Experiments, latest_experiments
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
 from precompute.experiments.exposures import ArmTotals, totals
-from precompute.experiments.intervals import rate_ratio
 
 
 def status(config: NightConfig, name: str | None = None) -> dict[str, Any]:

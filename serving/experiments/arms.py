@@ -3,8 +3,9 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+from cache.control.allotment import BUCKETS, size_of
 from cache.control.key_split import Owners, Split
 from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
@@ -111,6 +112,32 @@ class Arms:
         self.routing = Routing(self.record) if self.record.current else None
         self.own.metrics.experiments_version.set(self.record.version)
         follower.shelf.divide(by_experiments=bool(self.record.running))
+
+    def told(self) -> list[dict[str, Any]]:
+        """Experiments for the dashboard, each with its arms, the control first."""
+        found = []
+        for each in self.record.current:
+            arms = sorted(each.arms, key=lambda arm: arm.namespace != self.namespace)
+            found.append({
+                "experiment": each.name,
+                "share": size_of(each.buckets) / BUCKETS,
+                "started_at": each.started_at,
+                "arms": [
+                    {
+                        "arm": arm.name,
+                        "namespace": arm.namespace,
+                        "share": size_of(arm.buckets) / BUCKETS,
+                        "generation": self._live(arm.namespace),
+                    }
+                    for arm in arms
+                ],
+            })  # fmt: skip
+        return found
+
+    def _live(self, namespace: str) -> str | None:
+        service = self.service(namespace)
+        held = None if service is None else service.follower.holding
+        return None if held is None else held.live.generation
 
     async def drain(self) -> None:
         """Signs off in all namespaces."""
