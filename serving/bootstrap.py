@@ -113,6 +113,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         grace_s=config.deadline_max_ms / 1000,
     )  # fmt: skip
     refresher.also(config.blocklist_poll_s, arms.look, b"experiments")
+    shelf.pass_on = arms.block
 
     exposures = ExposureLog(store, name, clock=clock, in_thread=reading)
     refresher.also(FLUSH_S, exposures.flush)

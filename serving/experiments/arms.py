@@ -9,6 +9,7 @@ from cache.control.allotment import BUCKETS, size_of
 from cache.control.key_split import Owners, Split
 from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
+from cache.store.blocklist import Blocklist
 from cache.store.experiments import Experiment, Experiments, latest_experiments, newest_version
 from serving.generations.store_threads import InThread
 from serving.lookup.service import LookupService
@@ -139,6 +140,11 @@ class Arms:
         held = None if service is None else service.follower.holding
         return None if held is None else held.live.generation
 
+    async def block(self, blocklist: Blocklist) -> None:
+        """Has no arm serve what the own namespace blocks."""
+        for each in list(self._held.values()):
+            await each.service.follower.shelf.block_beside(blocklist)
+
     async def drain(self) -> None:
         """Signs off in all namespaces."""
         for each in self._held.values():
@@ -165,6 +171,7 @@ class Arms:
     async def _begin(self, name: str) -> None:
         opened = self._open(name)
         try:
+            await opened.service.follower.shelf.block_beside(self.own.follower.shelf.blocklist)
             await opened.start()
         except Exception:  # the other namespaces are held all the same; the next look tries again
             log.exception("namespace %s cannot be held", name)

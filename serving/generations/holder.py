@@ -50,6 +50,9 @@ class Shelf:
         self.holding: Holding | None = None
         self.blocklist = Blocklist()
         self.is_blocklist_known = False
+        self.pass_on: Callable[[Blocklist], Coroutine[Any, Any, None]] | None = None
+        """Told of each blocklist that is in force from then on."""
+        self._own, self._beside = Blocklist(), Blocklist()
         self.changed: Callable[[], None] = lambda: None
         self.swap: Swap | None = None
         self.canary: Canary | None = None
@@ -162,10 +165,22 @@ class Shelf:
 
     async def block(self, blocklist: Blocklist) -> None:
         """Puts a blocklist in force for all that is held and all that is loading."""
-        self.blocklist = blocklist
-        self.is_blocklist_known = True
-        while (held := self.holding) is not None and held.live.blocklist is not blocklist:
-            blocked = await asyncio.to_thread(held.with_blocklist, blocklist)
+        self._own, self.is_blocklist_known = blocklist, True
+        await self._enforce()
+        if self.pass_on is not None:
+            await self.pass_on(self.blocklist)
+
+    async def block_beside(self, other: Blocklist) -> None:
+        """Puts in force what another namespace blocks, beside the own blocklist."""
+        self._beside = other
+        await self._enforce()
+
+    async def _enforce(self) -> None:
+        is_alone = self._beside == Blocklist()
+        self.blocklist = self._own if is_alone else self._own.with_all_of(self._beside)
+        # The newest each time: where both lists change at once, both callers end with the same.
+        while (held := self.holding) is not None and held.live.blocklist is not self.blocklist:
+            blocked = await asyncio.to_thread(held.with_blocklist, self.blocklist)
             if self.holding is held:
                 self.holding = blocked
-        self._metrics.blocklist_version.set(blocklist.version)
+        self._metrics.blocklist_version.set(self.blocklist.version)

@@ -10,6 +10,7 @@ import httpx
 import orjson
 import pytest
 
+from cache.store.blocklist import change_blocklist
 from cache.store.experiments import Experiments, latest_experiments
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
@@ -197,6 +198,31 @@ async def test_a_night_and_a_roll_back_in_one_arm_are_that_arms_alone(served: Se
     assert live_of(other) == before
     await asyncio.to_thread(followed, own, other, services)
     assert seen(services[1], users) == {key: expected(own, other, key) for key in KEYS}
+
+
+async def test_what_the_control_blocks_no_arm_serves_and_the_other_way_round_each_its_own(
+    served: Served,
+) -> None:
+    own, other, services = served
+    user = min(histories(own))
+    both = [{"entities": [user], "arm": f"ranker={arm}"} for arm in ("control", "b")]
+
+    def items(body: dict[str, Any]) -> list[str]:
+        (answer,) = ask(services[0], body)
+        found: list[str] = answer["items"]
+        return found
+
+    first, second = (items(each) for each in both)
+    barred = next(each for each in second if each in first)
+    change_blocklist(own.store(), block_items=[barred.encode()])
+    assert until(lambda: not any(barred in items(each) for each in both))
+    change_blocklist(own.store(), unblock_items=[barred.encode()])
+    assert until(lambda: all(barred in items(each) for each in both))
+
+    change_blocklist(other.store(), block_items=[barred.encode()])
+    assert until(lambda: barred not in items(both[1]))
+    assert barred in items(both[0])
+    change_blocklist(other.store(), unblock_items=[barred.encode()])
 
 
 async def test_a_change_of_shares_moves_no_key_but_those_it_names(served: Served) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from cache.control.allotment import allotted
 from cache.store.artefacts import ArtefactStore
+from cache.store.blocklist import Blocklist
 from cache.store.experiments import Experiment, ExperimentArm, Experiments, change_experiments
 from serving.experiments.arms import Arms, Routing
 from serving.lookup.service import LookupService
@@ -32,6 +33,11 @@ def experiment(name: str = "e", other: str = "second", sample: float = 1.0) -> E
 @dataclass
 class FakeShelf:
     divided: bool = False
+    blocklist: Blocklist = field(default_factory=Blocklist)
+    beside: Blocklist | None = None
+
+    async def block_beside(self, other: Blocklist) -> None:
+        self.beside = other
 
     def divide(self, *, by_experiments: bool) -> None:
         self.divided = by_experiments
@@ -149,6 +155,19 @@ async def test_one_that_is_named_again_in_time_is_not_let_go(scene: Scene) -> No
     await scene.arms.aclose()
 
     assert scene.log == ["start second", "drain second", "close second"]
+
+
+async def test_no_arm_serves_what_the_own_namespace_blocks(scene: Scene) -> None:
+    scene.own.follower.shelf.blocklist = before = Blocklist(1, frozenset({b"i1"}))
+    scene.write(experiment())
+    await scene.arms.look()
+    service = scene.arms.service("second")
+    assert service is not None
+    shelf = cast(FakeShelf, service.follower.shelf)
+    assert shelf.beside is before
+
+    await scene.arms.block(after := Blocklist(2, frozenset({b"i2"})))
+    assert shelf.beside is after
 
 
 async def test_a_version_that_cannot_be_read_leaves_the_last_in_force_marked(scene: Scene) -> None:
