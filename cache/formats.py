@@ -40,6 +40,7 @@ POINTER: Final = "pointer"
 STAGING_NOTE: Final = "staging note"
 RELEASE_RECORD: Final = "release record"
 BLOCKLIST: Final = "blocklist"
+EXPERIMENTS: Final = "experiments"
 REGISTRY_ROW: Final = "registry row"
 HEARTBEAT: Final = "heartbeat"
 ERASURE: Final = "erasure"
@@ -58,6 +59,7 @@ FORMATS: Final[dict[str, Format]] = {
         Format(STAGING_NOTE, is_served=True),
         Format(RELEASE_RECORD, is_served=True),
         Format(BLOCKLIST, is_served=True),
+        Format(EXPERIMENTS, is_served=True),
         Format(REGISTRY_ROW),
         Format(HEARTBEAT),
         Format(ERASURE),

@@ -29,22 +29,34 @@ _LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
-    """The parts; none of them knows which generation is live."""
+class Keyed:
+    """The parts that read the keys of one namespace."""
 
-    metrics: Metrics
-    cores: Sequence[int]
-    local: LocalTier
     remote: DataPlane
     tiers: Tiered
-    batcher: MicroBatcher
-    admission: Admission
-    pulse: Pulse
     lead: Lead
     inferences: Inferences
     watch: UsageObserver
     ladder: Ladder
+
+    async def aclose(self) -> None:
+        """Stores what is still to be stored, and closes the connections."""
+        await self.tiers.aclose()
+        await self.remote.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """The parts, those of the process and those of its own namespace (`keyed`); none knows which generation is live."""
+
+    metrics: Metrics
+    cores: Sequence[int]
+    local: LocalTier
+    batcher: MicroBatcher
+    admission: Admission
+    pulse: Pulse
     executor: ThreadPoolExecutor
+    keyed: Keyed
 
     @classmethod
     def of(cls, config: ServingConfig, name: str) -> "Answering":
@@ -53,17 +65,6 @@ class Answering:
         metrics.namespace_info.labels(config.namespace).set(1)
         cores = parse_cores(config.live_cores)
         check_cores(cores)
-        remote = open_tier(
-            RemoteConfig(
-                config.redis_url,
-                deadline_s=config.l2_deadline_ms / 1000,
-                connections_max=config.l2_connections,
-            ),
-            Keyspace(config.namespace),
-            lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
-        )
-        local = LocalTier(config.l1_bytes)
-        tiers = Tiered(local, NegativeCache(config.negative_entries, config.negative_ttl_s), remote)
         # FAISS searches in threads that a worker starts, so they inherit its cores and its place in line.
         executor = ThreadPoolExecutor(
             config.live_workers,
@@ -88,28 +89,54 @@ class Answering:
         pulse = Pulse(
             admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _LOOKS
         )
-        lead = Lead(
-            remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name
-        )
-        inferences = Inferences(
-            batcher,
-            tiers,
-            overlay_ttl_s=config.overlay_ttl_s,
-            outage_ttl_s=config.outage_ttl_s,
-            lead=lead if config.lease_wait_ms else None,
-            admit=admission.admit_live,
-            spares_reads=config.overlay_reads == "auto",
-        )
+        local = LocalTier(config.l1_bytes)
         watch = UsageObserver(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
-        ladder = Ladder(
-            tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
-        )
-        return cls(
-            metrics, cores, local, remote, tiers, batcher, admission, pulse, lead, inferences, watch, ladder, executor
-        )  # fmt: skip
+        keyed = _keyed(config, name, local, batcher, admission, metrics, watch)
+        return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed)
+
+    def of_namespace(self, config: ServingConfig, name: str) -> Keyed:
+        """The parts that read another namespace's keys; L1, processors, admission and counts are those of all."""
+        watch = UsageObserver(self.metrics.l1_misses, self.local.absences)
+        return _keyed(config, name, self.local, self.batcher, self.admission, self.metrics, watch)
 
     async def aclose(self) -> None:
         """Closes what is connected, and lets go of who computes."""
-        await self.tiers.aclose()
-        await self.remote.aclose()
+        await self.keyed.aclose()
         self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _keyed(
+    config: ServingConfig,
+    name: str,
+    local: LocalTier,
+    batcher: MicroBatcher,
+    admission: Admission,
+    metrics: Metrics,
+    watch: UsageObserver,
+) -> Keyed:
+    remote = open_tier(
+        RemoteConfig(
+            config.redis_url,
+            deadline_s=config.l2_deadline_ms / 1000,
+            connections_max=config.l2_connections,
+        ),
+        Keyspace(config.namespace),
+        lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
+    )
+    tiers = Tiered(local, NegativeCache(config.negative_entries, config.negative_ttl_s), remote)
+    lead = Lead(
+        remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name
+    )
+    inferences = Inferences(
+        batcher,
+        tiers,
+        overlay_ttl_s=config.overlay_ttl_s,
+        outage_ttl_s=config.outage_ttl_s,
+        lead=lead if config.lease_wait_ms else None,
+        admit=admission.admit_live,
+        spares_reads=config.overlay_reads == "auto",
+    )
+    ladder = Ladder(
+        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
+    )
+    return Keyed(remote, tiers, lead, inferences, watch, ladder)

@@ -1,4 +1,4 @@
-"""Small values that night and day agree on: schedule, steps of a night, canary split, hot keys, the staging note.
+"""Small values that night and day agree on: schedule, steps of a night, splits of keys, hot keys, the staging note.
 
 Imports cache.format. Start at `schedule`.
 """

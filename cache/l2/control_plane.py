@@ -53,7 +53,7 @@ class ControlPlane(Protocol):
         ...
 
     def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
-        """Messages of a channel, the keyspace's own unless named: b"pointer", b"next" or b"blocklist"."""
+        """Messages of a channel, the keyspace's own unless named: b"pointer", b"next" and the like."""
         ...
 
     async def watch(self) -> tuple[bytes | None, bytes | None]:

@@ -24,7 +24,7 @@ from cache.store.packs import pack, read_files
 
 Audited = Literal[
     "publish", "roll_back", "override", "block", "unblock", "erase", "forget", "declare_gone",
-    "token_add", "token_revoke",
+    "token_add", "token_revoke", "experiment",
 ]  # fmt: skip
 """Actions that are written down: what changes answers for everybody, whose data is held, and who may ask."""
 ACTIONS: tuple[Audited, ...] = get_args(Audited)

@@ -30,6 +30,15 @@ class Blocklist:
     entities: frozenset[bytes] = frozenset()
     users: frozenset[bytes] = frozenset()
 
+    def with_all_of(self, other: Self) -> Self:
+        """This version, with what another namespace blocks."""
+        return replace(
+            self,
+            items=self.items | other.items,
+            entities=self.entities | other.entities,
+            users=self.users | other.users,
+        )
+
     def to_bytes(self) -> bytes:
         """JSON with sorted ids."""
         return orjson.dumps(

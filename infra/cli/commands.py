@@ -68,6 +68,7 @@ ENTRIES: Final = (
     CommandEntry("publish", "Releases"),
     CommandEntry("roll-back", "Releases"),
     CommandEntry("canary", "Releases"),
+    CommandEntry("experiment", "Releases"),
     CommandEntry("override", "Releases"),
     CommandEntry("pin", "Releases"),
     CommandEntry("unpin", "Releases"),

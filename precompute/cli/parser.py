@@ -14,6 +14,7 @@ from precompute.cli.erase import erase
 from precompute.cli.override import command as override
 from precompute.cli.step_commands import INSIDE_SCORE, step_command
 from precompute.cli.temporary_redis import load_again, nothing, verify_again
+from precompute.experiments import command as experiments
 
 PROG = "python -m precompute"
 
@@ -126,6 +127,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     )
     command.add_argument("--reason", help="of abandon; kept in the release record")
     command.add_argument("--attempt")
+    experiments.add_options(add("experiment", experiments.command, experiments.DESCRIPTION))
     command = add("roll-back", run_by.roll_back, "make an earlier generation live again")
     command.set_defaults(prepare=load_again)
     command.add_argument("--to", metavar="GENERATION", help="default: the previous one")

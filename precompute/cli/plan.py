@@ -2,6 +2,8 @@
 
 import argparse
 import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
+from precompute.experiments.room import ArmRoom
 from precompute.gates.evidence.verdict import Verdict
 from precompute.planning.capacity import demand_room, limits_of
 from precompute.planning.forecast import Forecast, PlanParameters, forecast, judged
@@ -85,9 +88,9 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
     verdicts = judged(config, found, limits)
     generations = generations_at_peak(config.keep)
     shown = (
-        _json(found, verdicts, generations)
+        _json(found, verdicts, generations, limits.arms)
         if arguments.json
-        else _tables(found, verdicts, asked, generations)
+        else _tables(found, verdicts, asked, generations, limits.arms)
     )
     if not all(each.passed for each in verdicts):
         show(shown, out)
@@ -140,17 +143,24 @@ def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:
     return np.asarray(counts, np.int64)
 
 
-def _json(found: Forecast, verdicts: list[Verdict], generations: int) -> Found:
+def _json(
+    found: Forecast, verdicts: list[Verdict], generations: int, arms: Sequence[ArmRoom]
+) -> Found:
     told = {
         **found.to_json(),
         "generations": generations,
         "verdicts": [each.to_json() for each in verdicts],
+        "arms": [asdict(each) for each in arms],
     }
     return [escape(json_text(told))]
 
 
 def _tables(
-    found: Forecast, verdicts: list[Verdict], asked: PlanParameters, generations: int
+    found: Forecast,
+    verdicts: list[Verdict],
+    asked: PlanParameters,
+    generations: int,
+    arms: Sequence[ArmRoom],
 ) -> Found:
     shape, timings = found.shape, found.timings
     counted = f"{shape.users:,} users, {shape.items:,} items of {shape.dims} dimensions"
@@ -165,6 +175,10 @@ def _tables(
         ("artefact store", shape.disk_bytes),
     ):
         sizes.add_row(name, size_text(size), size_text(generations * size))
+    for arm in arms:
+        name = f"Redis, {', '.join(arm.arms)}"
+        peak = size_text(generations * arm.largest_bytes)
+        sizes.add_row(escape(name), size_text(arm.largest_bytes), peak)
     times = Table("step", "minutes", "processor minutes", "of it")
     scoring = timings.all
     parts = {"items embedded": timings.embed, "users": timings.users, "items": timings.items}

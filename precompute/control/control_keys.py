@@ -191,7 +191,7 @@ class Control:
         """Forget a generation; only when no overlay of it can still live."""
         self.client.hdel(self.keys.generations, generation)
 
-    def announce(self, what: Literal["pointer", "blocklist"]) -> None:
+    def announce(self, what: Literal["pointer", "blocklist", "experiments"]) -> None:
         """Tell listening replicas to look now instead of at their next poll."""
         self.client.publish(self.keys.channel, what)
 

@@ -29,6 +29,7 @@ from precompute.erasures.erasure import (
     request,
 )
 from precompute.erasures.host_records import EntityHolder
+from precompute.experiments.exposures import forget_keys
 from precompute.releases.release_log import ReleaseLog, ReleaseView
 
 UNLINK_BATCH = 256
@@ -169,6 +170,7 @@ def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
         return [Standing(each) for each in erasures]
     drop_overlays(config, store, control, pending)
     drop_hot(config, store, control, pending)
+    forget_keys(store, [each.raw for each in pending if each.kind == "user"])
     # Rows before files: a night notes itself before it looks for erasures, and writes files after.
     held = holders(store, pending, control.rows())
     erasures = [

@@ -6,8 +6,10 @@ from cache.errors import Refused
 from cache.l2.sync_clients import masters, shares
 from cache.process.host import disk_free_bytes, memory_available_bytes
 from precompute.bulk.headroom import held_bytes, unevictable_bytes
+from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.control.control_keys import Control, connect
+from precompute.experiments.room import ArmRoom, arms_room, mapped_beside
 from precompute.gates.evidence.verdict import Verdict
 from precompute.gates.rules.host import disk_headroom, disk_room, memory_headroom, memory_room
 from precompute.gates.rules.in_redis import memory_limit, redis_headroom, redis_room
@@ -28,11 +30,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class CapacityLimits:
-    """Limits to fit into; `memory_bytes` is a reader's host, `disk_bytes` the artefact store's place."""
+    """Limits to fit into; `memory_bytes` is a reader's host, `disk_bytes` the artefact store's place.
+
+    `arms` of experiments are served beside; what comes to their pages at a peak is among the nodes' other bytes.
+    """
 
     nodes: tuple[Node, ...]
     memory_bytes: int
     disk_bytes: int
+    arms: tuple[ArmRoom, ...] = ()
 
 
 def verdicts(
@@ -53,8 +59,9 @@ def verdicts(
         for node in limits.nodes
     ]  # fmt: skip
     memory = memory_room(
-        limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generations=generations
-    )
+        limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generations=generations,
+        beside_bytes=mapped_beside(limits.arms, generations),
+    )  # fmt: skip
     disk = disk_room(
         limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=generations
     )
@@ -94,6 +101,7 @@ def limits_of(
     """
     folder = config.store().local("")
     own_disk = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+    arms: tuple[ArmRoom, ...] = ()
     given = None if redis_gb is None else round(redis_gb * GB)
     if given is not None or not config.redis_url:
         count = nodes or 1
@@ -107,21 +115,24 @@ def limits_of(
             for number in range(count)
         )
     else:
-        every = _nodes(config, record_bytes)
+        every, arms = _nodes(config, record_bytes)
     return CapacityLimits(
         every,
         memory_available_bytes() if host_gb is None else round(host_gb * GB),
         disk_free_bytes(folder) + own_disk if disk_gb is None else round(disk_gb * GB),
+        arms,
     )
 
 
-def _nodes(config: NightConfig, record_bytes: int) -> tuple[Node, ...]:
+def _nodes(config: NightConfig, record_bytes: int) -> tuple[tuple[Node, ...], tuple[ArmRoom, ...]]:
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control, share = Control(client, config.keyspace()), shares(client)
-        own_bytes = held_bytes(config.store(), control)
+        own_bytes, arms = held_bytes(config.store(), control), arms_room(config, client)
+        growth = sum(each.growth_bytes(generations_at_peak(config.keep)) for each in arms)
         nodes = []
         for name, server in masters(client).items():
             own = own_bytes * share[name]
             used = unevictable_bytes(control, server, pages_bytes=own, record_bytes=record_bytes)
-            nodes.append(Node(name, share[name], *memory_limit(server), max(0, round(used - own))))
-        return tuple(nodes)
+            other = max(0, round(used - own + growth * share[name]))
+            nodes.append(Node(name, share[name], *memory_limit(server), other))
+        return tuple(nodes), arms

@@ -6,6 +6,7 @@ from precompute.builds.sweeping import sweep
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.erasing.erasing import settle
+from precompute.experiments.exposures import erased_users, gather
 from precompute.releases.registry import open_releases
 from precompute.releases.sweep import drop_old_rows
 
@@ -13,7 +14,7 @@ from precompute.releases.sweep import drop_old_rows
 def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
     """Remove what nobody needs any more: pages and files of generations, rows whose overlays are gone, leftovers.
 
-    Then erasures whose last holder went are done.
+    Then erasures whose last holder went are done, and files are made of the hours of the exposure log that ended.
     """
     with open_releases(config) as releases:
         swept = sweep(config, releases, attempt=attempt, progress=progress)
@@ -21,9 +22,11 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
         rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)
         leftovers = sweep_leftovers(config, releases)
         pending = sum(each.word == "pending" for each in settle(config, releases))
+        store, at = config.store(), releases.clock()
+        exposures = gather(store, at=at, erased=erased_users(store))["parts"]
     return {
         "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys,
-        "rows": rows, "leftovers": leftovers, "erasures_pending": pending,
+        "rows": rows, "leftovers": leftovers, "erasures_pending": pending, "exposure_parts": exposures,
     }  # fmt: skip
 
 

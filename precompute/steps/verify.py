@@ -19,6 +19,7 @@ from precompute.bulk.reload import damaged
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.control.states import State, demand
+from precompute.experiments.room import ArmRoom, arms_room
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.limits import TimeLimits
 from precompute.gates.evidence.user_sample import sampled_shards
@@ -210,11 +211,15 @@ def _candidate(
             for artefact in (items.ids, items.offsets, items.model_index, items.vectors, *parts):
                 fetch_checked(made.store, before.generation, artefact)
             live_root = made.store.local(generation_path(before.generation))
+    arms: tuple[ArmRoom, ...] = ()
+    with _if_there():
+        arms = arms_room(made.config, releases.control.client)
     candidate = Candidate(
         manifest, made.root, ItemTable.open(made.root, manifest), releases.control, before,
         made.config.gates, made.config.history_limit, live_root, pages_bytes,
         erased_from(made), made.config.governor,
         unreadable=live if before is None else None, keep=made.config.keep,
+        arms=arms,
     )  # fmt: skip
     return candidate, live is not None and before is None
 

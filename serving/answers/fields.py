@@ -51,6 +51,8 @@ class Origin:
     dropped_history: Annotated[int, Say("History ids the model does not know", TOLD)] = 0
     reranked: Annotated[str | None, Say("What changed the order: `boost`, `diversify` or both, with `+`", TOLD)] = None
     stale: Annotated[str | None, Say("Why this replica may lag behind", TOLD)] = None
+    experiment: Annotated[str | None, Say("Experiment that the request's key is in", TOLD)] = None
+    arm: Annotated[str | None, Say("Arm of it that answered", TOLD)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -76,10 +76,11 @@ def read_ranking(raw: bytes) -> Ranking:
 
 
 def read_arm(raw: bytes) -> str | None:
-    """The arm that feedback was counted for, if any. Raises Garbled."""
-    arm = _json(raw).get("arm")
+    """The arm that feedback was counted for, if any: of a canary, else of an experiment. Raises Garbled."""
+    body = _json(raw)
+    arm = body.get("arm") or body.get("experiment")
     if arm is not None and not isinstance(arm, str):
-        raise Garbled(f"an arm is live, canary or null, not {arm!r}")
+        raise Garbled(f"an arm is live, canary, EXPERIMENT=ARM or null, not {arm!r}")
     return arm
 
 

@@ -54,6 +54,8 @@ class Options:
     max_age_seconds: float | None = None
     generation: str | None = None
     canary_key: Id | None = None
+    arm: str | None = None
+    """`EXPERIMENT=ARM` that is to answer, for tests of it: counted as no exposure."""
     filter: Mapping[str, Any] | None = None
     """Expression over attributes of items, such as `{"<": ["price", 20]}`: only what passes it is answered."""
     rerank: Mapping[str, Any] | str | None = None
@@ -141,13 +143,17 @@ def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
     return _post("/v1/score", {"user": who, "items": as_ids(items), **options.to_json()})
 
 
-def feedback(event: str, generation: str | None, canary_key: Id | None, count: int) -> Call:
+def feedback(
+    event: str, generation: str | None, canary_key: Id | None, arm: str | None, count: int
+) -> Call:
     """POST feedback on answers; counted each time it arrives, so never to be sent twice."""
     body: dict[str, Any] = {"event": event, "count": count}
     if generation is not None:
         body["generation"] = generation
     if canary_key is not None:
         body["canary_key"] = as_id(canary_key)
+    if arm is not None:
+        body["arm"] = arm
     return _post("/v1/feedback", body, is_repeatable=False)
 
 

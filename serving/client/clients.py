@@ -81,13 +81,14 @@ class AsyncClient:
         *,
         generation: str | None = None,
         canary_key: Id | None = None,
+        arm: str | None = None,
         count: int = 1,
     ) -> str | None:
-        """Reports what came of answers, by their generation or canary key; the arm that it was counted for, if any.
+        """Reports what came of answers, by generation, canary key or arm (`EXPERIMENT=ARM`); the arm it counts for.
 
         Sent again only if it certainly never left: after any other error it may have been counted.
         """
-        call = calls.feedback(event, generation, canary_key, count)
+        call = calls.feedback(event, generation, canary_key, arm, count)
         return read_arm(await self._sender.send(call, self._until(_NONE)))
 
     async def generations(self) -> Generations:
@@ -161,11 +162,12 @@ class Client:
         *,
         generation: str | None = None,
         canary_key: Id | None = None,
+        arm: str | None = None,
         count: int = 1,
     ) -> str | None:
         """Reports what came of answers, as `AsyncClient.feedback` does; the arm that it was counted for, if any."""
         work = self._client.feedback(
-            event, generation=generation, canary_key=canary_key, count=count
+            event, generation=generation, canary_key=canary_key, arm=arm, count=count
         )
         return self._run(work, _NONE)
 

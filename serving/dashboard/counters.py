@@ -2,7 +2,7 @@
 
 Fields: `r` requests, `e` entities, `a:<source>` answers, `m:<reason>` misses, `s:<stage>` microseconds spent,
 `h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.log_buckets`), `x` what was shed under
-overload.
+overload, `n:<experiment>=<arm>` requests of an arm, `f:<experiment>=<arm>=<event>` what was reported of it.
 """
 
 from collections import Counter as Sum
@@ -17,7 +17,8 @@ from serving.metrics.registry import Metrics, counts_of
 Counts = dict[str, int]
 
 REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, STAGES, TIMES = "r", "e", "x", "a:", "m:", "s:", "h:"
-_TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES)
+ARMS, EVENTS = "n:", "f:"
+_TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, ARMS, EVENTS)
 
 
 _COUNTS = 2**53
@@ -41,6 +42,12 @@ def counted(metrics: Metrics, shed: int = 0) -> Counts:
     ):
         for labels, count in counts_of(counter):
             found[field + (labels[label] if label else "")] += int(count)
+    for counter, field, names in (
+        (metrics.experiment_requests, ARMS, ("experiment", "arm")),
+        (metrics.experiment_feedback, EVENTS, ("experiment", "arm", "event")),
+    ):
+        for labels, count in counts_of(counter):
+            found[field + "=".join(labels[each] for each in names)] += int(count)
     for stage, spent in metrics.stage_seconds.spent.items():
         found[STAGES + stage] = round(spent.sum * 1e6)
     for source, spent in metrics.answer_seconds.spent.items():

@@ -8,6 +8,7 @@ from serving.answers.sources import Source
 from serving.dashboard import counters
 from serving.dashboard.aggregator import LATELY_BINS, Reading
 from serving.dashboard.counters import merged
+from serving.dashboard.experiments import experiments
 from serving.dashboard.series import DrawnBin, quantiles, series
 from serving.dashboard.time_bins import BIN_S
 from serving.dashboard.verdict import verdict
@@ -28,8 +29,12 @@ def document(
     bounds: Sequence[float],
     advisor: Mapping[str, Any] | None,
     quality: Mapping[str, Any] | None,
+    arms: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Every field of the contract; `roles` are those of the generations that this replica holds, by role."""
+    """Every field of the contract; `roles` are those of the generations that this replica holds, by role.
+
+    `arms` are the experiments that it holds, each with its arms, the control first.
+    """
     workers = [seen.workers[name] for name in sorted(seen.workers)]
     until = int((seen.now - SETTLED_S) // BIN_S) * BIN_S
     recent = merged(seen.lately.values())
@@ -78,6 +83,7 @@ def document(
         },
         "advisor": advisor,
         "quality": quality,
+        "experiments": experiments(arms, total),
     }
     return {**body, "verdict": verdict(body)}
 

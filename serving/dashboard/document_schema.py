@@ -96,4 +96,23 @@ DASHBOARD: Json = _object(
     ),
     advisor=_maybe("object", "Of all workers together, each counted by its reads"),
     quality=_maybe("object"),
+    experiments=_list(
+        _object(
+            "Experiments that are not over",
+            experiment={"type": "string"}, share={"type": "number"}, started_at=_maybe("number"),
+            arms=_list(
+                _object(
+                    "The control first; counts are those since the start of each worker that runs",
+                    arm={"type": "string"}, namespace={"type": "string"}, share={"type": "number"},
+                    generation=_maybe("string", "Live there, as far as this replica knows"),
+                    requests={"type": "integer"},
+                    events={
+                        "type": "object",
+                        "description": "By name: count, rate per request, and its ratio to the control's with bounds",
+                        "additionalProperties": {"type": "object"},
+                    },
+                )
+            ),
+        )
+    ),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -37,7 +37,7 @@ class Dashboard:
     """Dashboard of one worker: call `tell` every few seconds; `data` answers all viewers from one reading a second.
 
     `advisor` and `quality` tell their part of the document, quickly and without waiting for anything: the one what
-    this worker adds to the whole, the other the whole.
+    this worker adds to the whole, the other the whole. `arms` names the experiments that it holds.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Dashboard:
         clock: Callable[[], float],
         advisor: Provider = lambda: None,
         quality: Provider = lambda: None,
+        arms: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
         in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,6 +65,7 @@ class Dashboard:
 
         self.teller = Teller(control, name, clock, counted, advised)
         self.advisor, self.quality = advisor, quality
+        self._arms = arms
         self._whole = Whole(control, self.teller, bounds, clock, timer)
         self._history, self._in_thread = history, in_thread
         self._bounds, self._nights, self._timer = bounds, nights, timer
@@ -101,6 +103,7 @@ class Dashboard:
         }  # fmt: skip
         quality = _told(self.quality)
         roles = {} if held is None else held.roles
+        arms = self._arms()
 
         def advice() -> Mapping[str, Any] | None:
             return together(each["advisor"] for each in seen.workers.values())
@@ -108,7 +111,7 @@ class Dashboard:
         def composed() -> bytes:
             found = document(
                 seen, schedule=schedule, archive=self._archived, roles=roles,
-                bounds=self._bounds, advisor=_told(advice), quality=quality,
+                bounds=self._bounds, advisor=_told(advice), quality=quality, arms=arms,
             )  # fmt: skip
             return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
 

@@ -83,6 +83,8 @@ class Posted:
         service, limits = self._service, self._service.limits
         try:
             ask = await beside(body, lambda: lookup_of(scope, body, "json", table, limits))
+            if ask.options.arm is not None:  # no namespace but the own one is known here
+                return None
             service.metrics.stage("parse", service.timer() - started)
             spend(scope, len(ask.entities))
             ask = Ask(ask.entities, fast_parse.tighter(ask.options, deadline_s))

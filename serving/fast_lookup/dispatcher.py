@@ -1,7 +1,7 @@
 """The hot route: lookups of plain ids, answered ahead of the router by parse, look up, send.
 
-What it does not recognise (other options, bad input, inputs to compute from, a running canary) it leaves to the routes
-behind it, and ids without a stored answer to the ladder.
+What it does not recognise (other options, bad input, inputs to compute from, a running canary or experiment) it leaves
+to the routes behind it, and ids without a stored answer to the ladder.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class Hot:
         if ready is None:
             return None
         holding, sent = self._shelf.holding, self._sent
-        if holding is None or self._shelf.canary is not None or self._concerns.text is not None:
+        if holding is None or self._shelf.is_divided or self._concerns.text is not None:
             return None
         if ready.stamp != holding.live.stamp:
             return None
@@ -208,8 +208,8 @@ class Hot:
         return _arrow(found) if form.wanted == "arrow" else self._messages(found), again
 
     def _holding(self) -> Holding | None:
-        """The generations to answer from; None while there are none, or a canary takes some of the requests."""
-        return None if self._shelf.canary is not None else self._shelf.holding
+        """The generations to answer from; None while there are none, or a canary or experiments take some requests."""
+        return None if self._shelf.is_divided else self._shelf.holding
 
     def _messages(self, body: bytes) -> Messages:
         length = len(body)

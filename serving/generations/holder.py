@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from cache.control.canary_split import Split
+from cache.control.key_split import Split
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Canary, Pointer
@@ -50,9 +50,15 @@ class Shelf:
         self.holding: Holding | None = None
         self.blocklist = Blocklist()
         self.is_blocklist_known = False
+        self.pass_on: Callable[[Blocklist], Coroutine[Any, Any, None]] | None = None
+        """Told of each blocklist that is in force from then on."""
+        self._own, self._beside = Blocklist(), Blocklist()
         self.changed: Callable[[], None] = lambda: None
         self.swap: Swap | None = None
         self.canary: Canary | None = None
+        self.is_divided = False
+        """True while some requests may be answered from something else than `holding`, or than its live one."""
+        self._by_experiments = False
         self._open = open_snapshot
         self._metrics = metrics
         self._warm = warm
@@ -117,6 +123,7 @@ class Shelf:
         """Serves a snapshot as the pointer says; what was live stays if the pointer names it as previous."""
         held, released = self.holding, live.released_as(pointer.epoch, pointer.published_at)
         self._first, self.canary = None, pointer.canary
+        self.divide(by_experiments=self._by_experiments)
         previous = next_ = None
         if held is not None:
             previous = held.find(pointer.previous)
@@ -137,6 +144,11 @@ class Shelf:
         taken = (live.generation, None if previous is None else previous.generation)
         return None if coming.generation in taken else coming
 
+    def divide(self, *, by_experiments: bool) -> None:
+        """Notes whether experiments run, which send some requests elsewhere."""
+        self._by_experiments = by_experiments
+        self.is_divided = by_experiments or self.canary is not None
+
     def put(self, holding: Holding) -> None:
         """Replaces `holding`: the one place where what is held changes, except for the blocklist."""
         if any(each.blocklist is not self.blocklist for each in holding.snapshots):
@@ -153,10 +165,22 @@ class Shelf:
 
     async def block(self, blocklist: Blocklist) -> None:
         """Puts a blocklist in force for all that is held and all that is loading."""
-        self.blocklist = blocklist
-        self.is_blocklist_known = True
-        while (held := self.holding) is not None and held.live.blocklist is not blocklist:
-            blocked = await asyncio.to_thread(held.with_blocklist, blocklist)
+        self._own, self.is_blocklist_known = blocklist, True
+        await self._enforce()
+        if self.pass_on is not None:
+            await self.pass_on(self.blocklist)
+
+    async def block_beside(self, other: Blocklist) -> None:
+        """Puts in force what another namespace blocks, beside the own blocklist."""
+        self._beside = other
+        await self._enforce()
+
+    async def _enforce(self) -> None:
+        is_alone = self._beside == Blocklist()
+        self.blocklist = self._own if is_alone else self._own.with_all_of(self._beside)
+        # The newest each time: where both lists change at once, both callers end with the same.
+        while (held := self.holding) is not None and held.live.blocklist is not self.blocklist:
+            blocked = await asyncio.to_thread(held.with_blocklist, self.blocklist)
             if self.holding is held:
                 self.holding = blocked
-        self._metrics.blocklist_version.set(blocklist.version)
+        self._metrics.blocklist_version.set(self.blocklist.version)

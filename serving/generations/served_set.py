@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Self
 
-from cache.control.canary_split import Split
+from cache.control.key_split import Split
 from cache.store.blocklist import Blocklist
 from serving.generations.snapshot import Snapshot
 from serving.requests.errors import Problem

@@ -140,7 +140,11 @@ FEEDBACK: Json = object_of(
         "arm": {
             "enum": ["live", "canary", None],
             "description": "What it was counted for; null without a canary",
-        }
+        },
+        "experiment": {
+            "type": "string",
+            "description": "EXPERIMENT=ARM that it was counted for, if any",
+        },
     },
     ("arm",),
 )

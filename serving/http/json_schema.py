@@ -59,6 +59,11 @@ OPTIONS: Json = {
         "description": "Decides whether a canary answers, if one runs: the same key always meets the same generation. "
         "By default the user, if the request is about one user alone; without either the live one answers",
     },
+    "arm": {
+        "type": "string",
+        "pattern": "^[^=]{1,32}=[^=]{1,32}$",
+        "description": "EXPERIMENT=ARM that is to answer, or 409; for testers, not counted",
+    },
     "filter": {
         "type": "object",
         "minProperties": 1,
@@ -145,19 +150,29 @@ ARROW_LOOKUP: Json = stream_of(
     "An Arrow IPC stream, uncompressed, of one column `id`: utf8 (or large_utf8) without nulls. Options go as texts "
     "into the schema's metadata, by the names that they have in a query; histories, features and `exclude` need JSON"
 )
-_GENERATION: Json = {"type": "string", "description": "As the answer named it; or canary_key"}
-_CANARY_KEY: Json = {**ID, "description": "As the request had it; or generation"}
+_GENERATION: Json = {
+    "type": "string",
+    "description": "As the answer named it; or canary_key or arm",
+}
+_CANARY_KEY: Json = {**ID, "description": "As the request had it; or generation or arm"}
+_ARM: Json = {**OPTIONS["arm"], "description": "EXPERIMENT=ARM, as the answer had them"}
 _COUNT: Json = {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 1}
 FEEDBACK_BODY: Json = {
     "oneOf": [
         object_of({"generation": _GENERATION}, ("generation",)),
         object_of({"canary_key": _CANARY_KEY}, ("canary_key",)),
+        object_of({"arm": _ARM}, ("arm",)),
     ],
     **_closed(
         {
             "event": {"type": "string", "pattern": "^[a-z][a-z0-9_]{0,31}$"},
             **_each_or_null(
-                {"generation": _GENERATION, "canary_key": _CANARY_KEY, "count": _COUNT}
+                {
+                    "generation": _GENERATION,
+                    "canary_key": _CANARY_KEY,
+                    "arm": _ARM,
+                    "count": _COUNT,
+                }
             ),
         },
         ("event",),

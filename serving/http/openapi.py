@@ -25,6 +25,15 @@ _HEADERS: list[tuple[str, str, Json]] = [
         "X-Larder-Canary-Key",
         {"type": "string", "description": "canary_key, where the request itself has none"},
     ),
+    (
+        "header",
+        "X-Larder-Arm",
+        {
+            "type": "string",
+            "pattern": OPTIONS["arm"]["pattern"],
+            "description": "arm, where the request itself has none",
+        },
+    ),
 ]
 
 
@@ -67,7 +76,7 @@ def described(
             "429": "quota_exceeded: come again after Retry-After; `quota` says which",
         }
     if has_options:
-        codes |= {"404": "no such table", "409": "generation_gone"}
+        codes |= {"404": "no such table", "409": "generation_gone; arm_gone"}
     if has_options or body is not None:
         codes |= {"422": "cannot be answered as sent"}
     if body is not None:

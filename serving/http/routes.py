@@ -25,6 +25,7 @@ from serving.rendering.answer_fields import Answer
 from serving.rendering.arrow_batch import answers_stream
 from serving.requests.bodies import as_arrow, as_json, read_body
 from serving.requests.content import beside, lookup_of, take
+from serving.requests.errors import unprocessable
 from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
 from serving.requests.models import Ask, RequestOptions
 from serving.requests.negotiation import JSON_TYPE, Form, forms
@@ -77,18 +78,16 @@ def routes(service: Service) -> APIRouter:
         ask = score_ask(await _json(service, request), service.limits)
         spend(request.scope, 1)
         ask = ask.with_options(_with_headers(service, request, ask.options))
-        live = service.holding()
-        user = ask.user.of_table(vector_table(live.live).name)
-        holding, part = service.trial.route(live, (user,), ask.options)
-        answer = await rank_candidates(service.ladder, service.filters, holding, ask, started)
-        service.trial.count(
-            part, [{"source": answer["source"]}]
-        )  # its scores are of the caller's items
-        return service.marked([answer])[0]
+        user = ask.user.of_table(vector_table(service.holding().live).name)
+        of, assigned = service.experiments.route((user,), ask.options)
+        holding, part = of.trial.route(of.holding(), (user,), ask.options)
+        answer = await rank_candidates(of.ladder, service.filters, holding, ask, started)
+        of.trial.count(part, [{"source": answer["source"]}])  # its scores are of the caller's items
+        return of.marked(service.experiments.mark(assigned, [answer]))[0]
 
     async def feedback(request: Request, _started: float) -> object:
         told = feedback_of(await _json(service, request))
-        return {"arm": service.trial.feedback(service.holding(), *told)}
+        return service.experiments.feedback(told)
 
     async def explain_one(request: Request, _started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
@@ -101,6 +100,9 @@ def routes(service: Service) -> APIRouter:
 
     async def explained(request: Request, ask: Ask) -> object:
         ask = Ask(ask.entities, _with_headers(service, request, ask.options))
+        if ask.options.arm is not None:
+            what = "explanations are of the service's own namespace: ask a service of the arm's"
+            raise unprocessable("invalid_field", what, "arm")
         return await service.explainer.explain(service.holding(), ask)
 
     async def generations(_request: Request, _started: float) -> object:
@@ -189,11 +191,13 @@ async def _answers(
     """The answers, one per entity, and the snapshot that was asked."""
     ask = Ask(ask.entities, _with_headers(service, request, ask.options))
     service.metrics.stage("parse", service.timer() - started)
-    holding, part = service.trial.route(service.holding(), ask.entities, ask.options)
-    lookup = service.lookup(is_reshaped=ask.options.is_reshaped)
+    of, assigned = service.experiments.route(ask.entities, ask.options)
+    holding, part = of.trial.route(of.holding(), ask.entities, ask.options)
+    lookup = of.lookup(is_reshaped=ask.options.is_reshaped)
     answers = await lookup(holding, ask, started)
-    service.trial.count(part, answers)
-    return service.marked(answers), holding.pinned(ask.options.generation).live
+    of.trial.count(part, answers)
+    live = holding.pinned(ask.options.generation).live
+    return of.marked(service.experiments.mark(assigned, answers)), live
 
 
 async def _asked(service: Service, request: Request, form: Form, table: str | None) -> Ask:

@@ -4,11 +4,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from serving.dashboard.service import Dashboard
+from serving.experiments.router import ExperimentRouter
 from serving.explain.explainer import Explainer
 from serving.lookup.service import LookupService
 from serving.quality.monitor import QualityMonitor
 from serving.ranking.filters import Filters
-from serving.replica.canary_router import CanaryRouter
 from serving.replica.freshness import Nights
 
 
@@ -19,7 +19,7 @@ class Service(LookupService):
     has_tokens: bool
     drain: Callable[[], Awaitable[None]]
     nights: Nights
-    trial: CanaryRouter
+    experiments: ExperimentRouter
     expose: Callable[[], Awaitable[bytes]]
     dashboard: Dashboard
     explainer: Explainer

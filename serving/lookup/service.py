@@ -13,6 +13,7 @@ from serving.generations.served_set import Holding
 from serving.lookup.ladder import Ladder
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
+from serving.replica.canary_router import CanaryRouter
 from serving.requests.errors import Problem
 from serving.requests.fast_parse import Headers
 from serving.requests.models import Ask, Limits
@@ -30,6 +31,7 @@ class LookupService:
     """
 
     follower: Follower
+    trial: CanaryRouter
     ladder: Ladder
     reshaped: Lookup
     metrics: Metrics

@@ -28,6 +28,9 @@ TEXTS: Mapping[str, str] = {
     "leases_adopted": "Cold answers taken over from another replica",
     "leases_taken_over": "Leases of a replica that fell silent, taken over",
     "leases_timed_out": "Cold answers computed after waiting in vain",
+    "exposures_written": "Keys of experiments written into the exposure log",
+    "exposures_dropped": "Keys of experiments not written down, because too many waited",
+    "exposure_writes_failed": "Failed tries to write a part of the exposure log",
     "leases_unavailable": "Cold answers computed without a lease",
 }
 """Help text by event; each is a family of its own: a sum over all of them would mean nothing."""

@@ -129,6 +129,25 @@ class Metrics:
         self.canary_top_score = Summary(
             "larder_canary_top_score", "Best score of each list", ["arm"], registry=registry
         )
+        self.experiment_requests = counter(
+            "larder_experiment_requests", "Requests that an arm answered", ["experiment", "arm"]
+        )
+        self.experiment_answers = counter(
+            "larder_experiment_answers",
+            "Entities answered by source, by an arm",
+            ["experiment", "arm", "source"],
+        )
+        self.experiments_version = gauge(
+            "larder_experiments_version", "The version of the experiments in force here"
+        )
+        self.experiment_feedback = counter(
+            "larder_experiment_feedback",
+            "What callers report, by arm of an experiment",
+            ["experiment", "arm", "event"],
+        )
+        self.experiment_aside = counter(
+            "larder_experiment_aside", "Requests in no arm while experiments are held", ["reason"]
+        )
         self.feedback = counter("larder_feedback", "What callers report, by arm", ["arm", "event"])
         self._flips, self.is_flipping = 0, False
         self.at_flips: list[Callable[[], None]] = []

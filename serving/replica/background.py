@@ -57,6 +57,7 @@ class Refresher:
         self._wake_pointer, self._wake_blocklist, self._wake_beat = (
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
         )  # fmt: skip
+        self._wakes = {b"blocklist": self._wake_blocklist}
         self._steps: list[tuple[Callable[[], float], Step, asyncio.Event]] = [
             (self.look_s, follower.look, self._wake_pointer),
             (lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
@@ -67,9 +68,11 @@ class Refresher:
         self._beating = asyncio.Lock()
         self._is_policy_fine = self._is_policy_unknown = False
 
-    def also(self, pause_s: float, step: Step) -> None:
-        """Takes another step, every `pause_s` seconds from the start on."""
-        self._steps.append((lambda: pause_s, step, asyncio.Event()))
+    def also(self, pause_s: float, step: Step, wake: bytes | None = None) -> None:
+        """Takes another step, every `pause_s` seconds from the start on, and when `wake` is announced."""
+        self._steps.append((lambda: pause_s, step, event := asyncio.Event()))
+        if wake is not None:
+            self._wakes[wake] = event
 
     async def start(self) -> None:
         """Takes every step once, then keeps taking them in the background."""
@@ -168,8 +171,7 @@ class Refresher:
                 # Closed here: a generator left to the loop's own hook would outlive this replica.
                 async with contextlib.aclosing(self._control.subscribe()) as messages:
                     async for message in messages:
-                        blocked = message == b"blocklist"
-                        (self._wake_blocklist if blocked else self._wake_pointer).set()
+                        self._wakes.get(message, self._wake_pointer).set()
             self._is_policy_fine = (
                 False  # the connection ended: what comes back may be another Redis
             )

@@ -7,7 +7,7 @@ from cache.store.releases import Canary
 from serving.generations.served_set import Holding
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
-from serving.replica.canary_stats import ARMS, EVENTS_MAX, OTHER, Arm, ArmCounts, ArmShare
+from serving.replica.canary_stats import ARMS, Arm, ArmCounts, ArmShare, EventNames
 from serving.requests.models import RequestedEntity, RequestOptions
 
 
@@ -26,7 +26,7 @@ class CanaryRouter:
         self._metrics = metrics
         self._counted: Canary | None = None
         self._counts: dict[Arm, ArmCounts] = {}
-        self._events: set[str] = set()
+        self._events = EventNames()
 
     def route(
         self, holding: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
@@ -36,7 +36,7 @@ class CanaryRouter:
             return holding, None
         if options.generation is not None:
             return self._aside(holding, "pinned")
-        key = options.canary_key or _user(holding, entities)
+        key = key_of(holding, entities, options)
         if key is None:
             return self._aside(holding, "no_key")
         if holding.canary is None or holding.next is None:
@@ -72,17 +72,8 @@ class CanaryRouter:
             arm = "canary" if key is not None and holding.canary.takes(key) else "live"
         if arm is not None:
             self._counts[arm].heard(event, count)
-            self._metrics.feedback.labels(arm, self._label(event, canary)).inc(count)
+            self._metrics.feedback.labels(arm, self._events.of(event, canary.event)).inc(count)
         return arm
-
-    def _label(self, event: str, canary: Canary) -> str:
-        """The event, or `other` where this process has told enough of them apart over all canaries."""
-        # What decides is somebody's setting and no caller's choice, so it may always be one more.
-        if event not in self._events and (
-            len(self._events) < EVENTS_MAX or event == canary.event != ""
-        ):
-            self._events.add(event)
-        return event if event in self._events else OTHER
 
     def report(self) -> dict[str, Any] | None:
         """Counts of both arms that the heartbeat carries while a canary runs; None while none does."""
@@ -107,8 +98,12 @@ class CanaryRouter:
         return holding, None
 
 
-def _user(holding: Holding, entities: Sequence[RequestedEntity]) -> bytes | None:
-    """The one user that a request is about."""
+def key_of(
+    holding: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
+) -> bytes | None:
+    """Key by which a request is assigned: the caller's, else the one user that it is about."""
+    if options.canary_key is not None:
+        return options.canary_key
     if len(entities) != 1:
         return None
     table = holding.live.manifest.tables.get(entities[0].table)

@@ -26,6 +26,20 @@ EVENTS_MAX = 16
 
 OTHER = "other"
 
+
+class EventNames:
+    """Kinds of feedback that a process tells apart: the first `EVENTS_MAX`, and `always`; the rest is `other`."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def of(self, event: str, always: str = "") -> str:
+        """Name under which an event is counted; what decides is a setting and no caller's choice: one more of it."""
+        if event not in self._names and (len(self._names) < EVENTS_MAX or event == always != ""):
+            self._names.add(event)
+        return event if event in self._names else OTHER
+
+
 KEYS_MAX = 8_192
 """Keys remembered per arm: some 2 MB; at least half as many once there are more."""
 

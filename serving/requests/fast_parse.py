@@ -8,7 +8,7 @@ from urllib.parse import unquote_to_bytes
 from cache.format.ids import ID_BYTES_MAX, are_ids
 from serving.requests.errors import Problem
 from serving.requests.models import Limits, RequestOptions
-from serving.requests.options import query_options
+from serving.requests.options import ARM, query_options
 from serving.tracing.observer import ASKED
 
 PREFIX = b"/v1/lookup/"
@@ -16,7 +16,7 @@ _QUERIES_MAX = 1_024
 _QUERY_BYTES_MAX = 256
 _DEADLINE_DIGITS_MAX = 9
 _BATCH_FIELDS = frozenset({"entities", "k"})
-_WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", ASKED})
+_WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", ARM, ASKED})
 
 
 class Single(NamedTuple):
@@ -82,7 +82,7 @@ class Headers:
                 if not sent_ms:
                     return None
                 deadline_s = min(deadline_s, min(sent_ms, self._limits.deadline_max_ms) / 1000)
-            elif name == ASKED or not (  # taken away where the stages are told
+            elif name in (ARM, ASKED) or not (  # ASKED is taken away where the stages are told
                 value.isascii() and 0 < len(value) <= ID_BYTES_MAX
             ):
                 return None

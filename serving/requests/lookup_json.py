@@ -16,16 +16,16 @@ from serving.requests.fields import (
     read_object,
     refused_id,
 )
-from serving.requests.models import Ask, Limits, RequestedEntity, ScoreAsk
-from serving.requests.options import body_options, query_options
+from serving.requests.models import Ask, Limits, Reported, RequestedEntity, ScoreAsk
+from serving.requests.options import body_options, query_options, read_arm
 
 _ENTITY_FIELDS = frozenset({"id", "history", "features"})
 _COMMON = {
-    "k", "deadline_ms", "fresh", "max_age_seconds", "generation", "canary_key", "filter", "rerank",
+    "k", "deadline_ms", "fresh", "max_age_seconds", "generation", "canary_key", "filter", "rerank", "arm",
 }  # fmt: skip
 _LOOKUP_FIELDS = frozenset({"entities", "exclude", *_COMMON})
 _SCORE_FIELDS = frozenset({"user", "items", *_COMMON})
-_FEEDBACK_FIELDS = frozenset({"generation", "canary_key", "event", "count"})
+_FEEDBACK_FIELDS = frozenset({"generation", "canary_key", "arm", "event", "count"})
 _EVENT = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _COUNT_MAX = 1_000_000
 
@@ -73,14 +73,16 @@ def score_ask(content: object, limits: Limits) -> ScoreAsk:
     return ScoreAsk(_entity(data["user"], "", "user", limits), items, body_options(data, limits))
 
 
-def feedback_of(content: object) -> tuple[str | None, bytes | None, str, int]:
-    """Feedback from the JSON of POST /v1/feedback: generation or canary key, the other None; event; count."""
+def feedback_of(content: object) -> Reported:
+    """Feedback from the JSON of POST /v1/feedback."""
     data = read_object(content, "body", _FEEDBACK_FIELDS)
     generation, key = data.get("generation"), data.get("canary_key")
-    if (generation is None) == (key is None):
-        raise unprocessable(
-            "missing_field", "send either generation, as the answer had it, or canary_key", "body"
+    arm = read_arm(data.get("arm"), "arm")
+    if sum(each is not None for each in (generation, key, arm)) != 1:
+        what = (
+            "send one of generation, as the answer had it, canary_key, and arm, as EXPERIMENT=ARM"
         )
+        raise unprocessable("missing_field", what, "body")
     if generation is not None and not isinstance(generation, str):
         raise unprocessable("invalid_field", "generation is a string", "generation")
     event, count = data.get("event"), data.get("count", 1)
@@ -92,7 +94,8 @@ def feedback_of(content: object) -> tuple[str | None, bytes | None, str, int]:
         raise unprocessable(
             "invalid_field", f"count is a whole number from 1 to {_COUNT_MAX}", "count"
         )
-    return generation, None if key is None else read_id(key, "canary_key"), event, count
+    key = None if key is None else read_id(key, "canary_key")
+    return Reported(generation, key, arm, event, count)
 
 
 def _entity(value: object, table: str | None, field: str, limits: Limits) -> RequestedEntity:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 from cache.filters.expression import Filter
 from cache.filters.reranking import Reranking
@@ -51,6 +51,13 @@ class RequestedEntity:
         return replace(self, table=table)
 
 
+class RequestedArm(NamedTuple):
+    """Arm of an experiment that a tester wants to be answered by."""
+
+    experiment: str
+    arm: str
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """Options that apply to every entity of a request."""
@@ -64,11 +71,23 @@ class RequestOptions:
     canary_key: bytes | None = None
     filter: Filter | None = None
     rerank: Reranking | None = None
+    arm: RequestedArm | None = None
 
     @property
     def is_reshaped(self) -> bool:
         """True if a list is not answered as it stands: it is filtered, or put in another order."""
         return self.filter is not None or self.rerank is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Feedback of a caller: `count` events, of answers of a generation, to a key, or of an arm; the others are None."""
+
+    generation: str | None
+    key: bytes | None
+    arm: RequestedArm | None
+    event: str
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

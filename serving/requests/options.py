@@ -13,14 +13,17 @@ from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.reranking import InvalidReranking, Reranking, read_reranking
 from serving.requests.errors import from_input, unprocessable
 from serving.requests.fields import read_id, read_ids, read_object
-from serving.requests.models import Limits, RequestOptions
+from serving.requests.models import Limits, RequestedArm, RequestOptions
 
 _QUERY_FIELDS = frozenset(
     {
         "k", "fresh", "max_age_seconds", "generation", "deadline_ms", "canary_key", "filter",
-        "rerank",
+        "rerank", "arm",
     }
 )  # fmt: skip
+ARM = b"x-larder-arm"
+"""Header that names an arm, as `arm` of a body or a query does."""
+_NAME_CHARS_MAX = 32
 _JSON_CHARS_MAX = 16_384
 _WHOLE = re.compile(r"-?[0-9]+")
 _DIGITS_MAX = 18
@@ -48,6 +51,7 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
         canary_key=_key(data.get("canary_key"), "canary_key"),
         filter=_filter(data.get("filter")),
         rerank=_reranking(data.get("rerank"), limits),
+        arm=read_arm(data.get("arm"), "arm"),
     )
 
 
@@ -81,6 +85,7 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
         canary_key=_key(data.get("canary_key"), "canary_key"),
         filter=_filter(_json_of(data.get("filter"), "filter")),
         rerank=_reranking_of_text(data.get("rerank"), limits),
+        arm=read_arm(data.get("arm"), "arm"),
     )
 
 
@@ -89,7 +94,7 @@ def with_headers(
 ) -> RequestOptions:
     """Options with the request's headers (as they came, names in lower case) applied, looked through once.
 
-    The tighter of two deadlines counts; the canary's key only where the body or the query has none.
+    The tighter of two deadlines counts; the canary's key, and an arm, only where the body or the query has none.
     """
     for name, value in headers:
         if name == b"x-deadline-ms":
@@ -100,11 +105,24 @@ def with_headers(
         elif name == b"x-larder-canary-key" and options.canary_key is None:
             key = _key(value.decode(errors="replace"), "x-larder-canary-key")
             options = replace(options, canary_key=key)
+        elif name == ARM and options.arm is None:
+            arm = read_arm(value.decode(errors="replace"), ARM.decode())
+            options = replace(options, arm=arm)
     return options
 
 
 def _key(value: object, field: str) -> bytes | None:
     return None if value is None else read_id(value, field)
+
+
+def read_arm(value: object, field: str) -> RequestedArm | None:
+    """Arm of `EXPERIMENT=ARM`, None for None; raises Problem for anything else."""
+    if value is None:
+        return None
+    parts = value.split("=") if isinstance(value, str) else []
+    if len(parts) != 2 or not all(0 < len(each) <= _NAME_CHARS_MAX for each in parts):
+        raise unprocessable("invalid_field", f"{field} is EXPERIMENT=ARM", field)
+    return RequestedArm(*parts)
 
 
 def _filter(value: object) -> Filter | None:

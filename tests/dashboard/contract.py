@@ -171,6 +171,28 @@ class Lately(TypedDict):
     latency: dict[str, dict[str, Number]] | None
 
 
+class Event(TypedDict):
+    count: Number
+    rate: Number
+    ratio: dict[str, Number] | None
+
+
+class ShownArm(TypedDict):
+    arm: str | None
+    namespace: str | None
+    share: Number
+    generation: str | None
+    requests: Number
+    events: dict[str, Event | None] | None
+
+
+class ShownExperiment(TypedDict):
+    experiment: str | None
+    share: Number
+    started_at: Number
+    arms: list[ShownArm] | None
+
+
 class Dashboard(TypedDict):
     """All of it."""
 
@@ -189,5 +211,6 @@ class Dashboard(TypedDict):
     l1: Local | None
     advisor: Advisor | None
     quality: Quality | None
+    experiments: NotRequired[list[ShownExperiment] | None]
     trouble: NotRequired[str | None]
     lately: NotRequired[Lately | None]

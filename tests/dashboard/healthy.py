@@ -94,6 +94,28 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
             "read_share": 0.3127,
             "hits_per_gb": 21_204_817.4,
         },
+        "experiments": [{
+            "experiment": "ranker", "share": 0.2, "started_at": now - 12 * 86_400, "arms": [
+                _arm("control", "shop", 0.5, 212_480, 10_611),
+                _arm("b", "shop-b", 0.5, 211_902, 11_507, (1.087, 1.021, 1.158)),
+            ],
+        }],
+    }  # fmt: skip
+
+
+def _arm(
+    arm: str,
+    namespace: str,
+    share: float,
+    requests: int,
+    clicks: int,
+    ratio: tuple[float, ...] = (),
+) -> Any:
+    found = dict(zip(("ratio", "low", "high"), ratio, strict=True)) if ratio else None
+    return {
+        "arm": arm, "namespace": namespace, "share": share, "requests": requests,
+        "generation": "20261120T000000Z-4c279bf25f9b",
+        "events": {"click": {"count": clicks, "rate": clicks / requests, "ratio": found}},
     }  # fmt: skip
 
 

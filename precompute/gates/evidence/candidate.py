@@ -9,6 +9,7 @@ from cache.format.manifest import Manifest
 from precompute.config.settings import GateThresholds, GovernorConfig
 from precompute.control.control_keys import Control
 from precompute.erasures.erasure import NOBODY, Erased
+from precompute.experiments.room import ArmRoom
 from precompute.gates.evidence.evidence import Evidence
 from precompute.gates.evidence.verdict import FIRST, UNREADABLE, Measured
 
@@ -20,7 +21,7 @@ class Candidate:
     `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
     may hold, `erased` what this night left out because it had to, `governor` how reading pages back spares readers
     (None: not at all), `unreadable` the live generation whose manifest cannot be read, `keep` how many superseded ones
-    sweeps leave. `evidence` is gathered once for all gates.
+    sweeps leave, `arms` what those of experiments take beside it. `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest
@@ -37,6 +38,7 @@ class Candidate:
     given: Evidence | None = field(default=None, repr=False)
     unreadable: str | None = None
     keep: int = 1
+    arms: tuple[ArmRoom, ...] = ()
 
     def __post_init__(self) -> None:
         if self.given is None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from cache.format.gate_rules import DISK_HEADROOM
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.control.rows import Replica
+from precompute.experiments.room import mapped_beside
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity
 from precompute.gates.evidence.verdict import Measured, at_least
@@ -25,15 +26,18 @@ def disk_headroom(candidate: Candidate) -> Measured:
 
 @integrity("memory_headroom")
 def memory_headroom(candidate: Candidate) -> Measured:
-    """Room in the memory available to each replica for what readers map of the generations of a peak."""
+    """Room in the memory available to each replica for what readers map of a peak, arms of experiments included."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.memory_headroom
     generations = generations_at_peak(candidate.keep)
+    beside_bytes = mapped_beside(candidate.arms, generations)
 
     def judge(replica: Replica) -> Measured | None:
         left = replica.memory_available_bytes
         if left is None:
             return None
-        return memory_room(left, size_bytes, threshold, generations=generations)
+        return memory_room(
+            left, size_bytes, threshold, generations=generations, beside_bytes=beside_bytes
+        )
 
     return _tightest(candidate, threshold, judge)
 
@@ -66,14 +70,23 @@ def disk_room(
 
 
 def memory_room(
-    available_bytes: int, mapped_bytes: int, threshold: float, *, generations: int
+    available_bytes: int,
+    mapped_bytes: int,
+    threshold: float,
+    *,
+    generations: int,
+    beside_bytes: int = 0,
 ) -> Measured:
-    """Measured on a host's memory: does it hold what readers map of so many generations of this size?"""
+    """Measured on a host's memory: does it hold what readers map of so many generations of this size?
+
+    `beside_bytes` they map of the arms of experiments.
+    """
     size_bytes = generations * mapped_bytes
+    beside = f", arms of experiments {beside_bytes:,}" if beside_bytes else ""
     return at_least(
-        available_bytes / max(1, size_bytes),
+        available_bytes / max(1, size_bytes + beside_bytes),
         threshold,
-        f"{available_bytes:,} bytes available, {generations} generations map {size_bytes:,}",
+        f"{available_bytes:,} bytes available, {generations} generations map {size_bytes:,}{beside}",
     )
 
 

@@ -1,6 +1,7 @@
 """Gates on Redis: what it may evict, what it holds, and whether everything fits beside everything."""
 
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from secrets import token_hex
 from typing import Any, Final, cast
 
@@ -48,7 +49,11 @@ def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measure
             pages_bytes=candidate.pages_bytes * shares(candidate.control.client)[name],
             record_bytes=max(each.layout.size_bytes for each in candidate.manifest.tables.values()),
         )
-    return redis_room(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
+    room = redis_room(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
+    if not candidate.arms:
+        return room
+    arms = "; ".join(map(str, candidate.arms))
+    return replace(room, note=f"{room.note}, with arms of experiments: {arms}")
 
 
 def memory_limit(server: "redis.Redis") -> tuple[int, str]:

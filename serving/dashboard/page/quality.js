@@ -105,5 +105,34 @@ function replicas() {
   };
 }
 
-/** The panels of quality and of replicas, each a function that draws. */
-export const quality = () => [sampled(), replicas()];
+const ratio = (value) => (isNumber(value) ? value.toPrecision(3) : "not known");
+
+/** Events of an arm: how many, and per request over the control's, with bounds that hold at every look. */
+function reported(events) {
+  const rows = Object.entries(events ?? {});
+  if (!rows.length) return "none";
+  return el("span", { class: "several" }, rows.map(([event, told]) =>
+    el("span", {}, `${words(event)} ${count(told?.count)}`, isNumber(told?.ratio?.ratio)
+      ? el("span", { class: "muted range" }, ` × ${ratio(told.ratio.ratio)} (${ratio(told.ratio.low)} to ${ratio(told.ratio.high)})`) : "")));
+}
+
+function experiments() {
+  const part = panel("quality", "Experiments", 12);
+  const place = el("div");
+  part.body.append(place);
+  return (data) => {
+    const all = Array.isArray(data.experiments) ? data.experiments.filter(Boolean) : [];
+    part.node.hidden = !all.length;
+    if (!all.length) return;
+    part.lede("Requests and events since the start of each worker that runs; larder experiment status has all of them.");
+    replace(place, table("Arms of experiments", ["Arm", "Share", "Generation", "Requests", "Events, per request over the control's"],
+      all.flatMap((each) => (each.arms ?? []).filter(Boolean).map((arm) => [
+        el("span", {}, shown(each.experiment), " = ", shown(arm.arm), el("span", { class: "gloss" }, each.started_at === null ? " held ready" : "")),
+        isNumber(arm.share * each.share) ? percent(arm.share * each.share) : "not known",
+        el("code", {}, shown(arm.generation)), count(arm.requests), reported(arm.events),
+      ]))));
+  };
+}
+
+/** The panels of quality, experiments and replicas, each a function that draws. */
+export const quality = () => [sampled(), experiments(), replicas()];

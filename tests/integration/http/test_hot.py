@@ -224,12 +224,35 @@ def test_while_a_canary_runs_every_request_is_routed_and_counted(
     ways.service.metrics.tally.take()
 
     ways.service.follower.shelf.canary = Canary("20990101T000000Z-0", 50.0, 0.0)
+    ways.service.follower.shelf.divide(by_experiments=False)
     for each in (asked, post({"entities": users[:3]})):
         assert ways.ask(each).status == 200
 
     assert ways.service.metrics.tally.take() == ({}, {})
     counted = ways.scraped("larder_canary_requests_total")
     assert sum(counted.values()) == 2
+
+
+def test_while_experiments_run_every_request_is_routed_and_an_arm_is_never_passed_over(
+    ways: Ways, users: list[str]
+) -> None:
+    asked = get(users[0], b"k=5")
+    for _ in range(3):
+        ways.ask(asked)
+    for each in (
+        get(users[0], b"arm=e%3Da"),
+        get(users[0], b"k=5", headers=[(b"x-larder-arm", b"e=a")]),
+        post({"entities": users[:3], "arm": "e=a"}),
+        post({"entities": users[:3]}, headers=[(b"x-larder-arm", b"e=a")]),
+    ):
+        assert ways.ask(each).status == 409
+    ways.service.metrics.tally.take()
+
+    ways.service.follower.shelf.divide(by_experiments=True)
+    for each in (asked, post({"entities": users[:3]})):
+        assert ways.ask(each).status == 200
+
+    assert ways.service.metrics.tally.take() == ({}, {})
 
 
 def test_answers_of_a_stale_replica_say_so(ways: Ways, users: list[str]) -> None:

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from cache.config.sections import CanaryConfig
-from cache.control.canary_split import Split
+from cache.control.key_split import Split
 from cache.errors import ConfigError, Conflict, Refused
 from infra.demo.http import HttpConnection, get
 from infra.local.service import ServiceProcess

@@ -408,7 +408,7 @@ async def test_openapi_promises_what_the_service_keeps(night: NightConfig) -> No
     assert body("/v1/score")["user"]["oneOf"][1]["additionalProperties"] is False
     headers = [each["name"] for each in paths["/v1/score"]["post"]["parameters"]]
     assert (
-        headers == ["X-Deadline-Ms", "X-Larder-Canary-Key"]
+        headers == ["X-Deadline-Ms", "X-Larder-Canary-Key", "X-Larder-Arm"]
         and "503" in paths["/readyz"]["get"]["responses"]
     )
     held = paths["/v1/generations"]["get"]["responses"]["200"]["content"]["application/json"]

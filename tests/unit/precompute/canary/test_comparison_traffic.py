@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cache.config.sections import CanaryConfig
-from cache.control.canary_split import Split
+from cache.control.key_split import Split
 from precompute.canary.comparison import Comparison, Totals, decide
 from serving.replica.canary_stats import ArmCounts
 

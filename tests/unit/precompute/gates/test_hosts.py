@@ -7,6 +7,7 @@ import pytest
 
 from cache.config.gates import GateThresholds
 from precompute.control.rows import Replica
+from precompute.experiments.room import ArmRoom
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.rules.host import disk_headroom, memory_headroom
 
@@ -14,7 +15,7 @@ MAPPED = 1_000
 ROOMY = 10**9
 
 
-def candidate(*replicas: Replica, keep: int = 1) -> Candidate:
+def candidate(*replicas: Replica, keep: int = 1, arms: tuple[ArmRoom, ...] = ()) -> Candidate:
     """A generation that maps `MAPPED` bytes, and who would read it."""
     return cast(
         Candidate,
@@ -23,6 +24,7 @@ def candidate(*replicas: Replica, keep: int = 1) -> Candidate:
             control=SimpleNamespace(replicas=lambda: list(replicas)),
             thresholds=GateThresholds(),
             keep=keep,
+            arms=arms,
         ),
     )
 
@@ -49,6 +51,16 @@ def test_each_superseded_generation_that_is_kept_takes_memory() -> None:
 
     assert memory_headroom(candidate(tight, keep=1)).passed
     assert not memory_headroom(candidate(tight, keep=2)).passed
+
+
+def test_arms_of_experiments_take_memory_of_the_same_hosts() -> None:
+    arm = ArmRoom("second", ("e=b",), 2, 10, 2_000, 1_000, MAPPED)
+
+    tight, enough = (replica("r", memory_available_bytes=each * MAPPED) for each in (7, 8))
+
+    assert memory_headroom(candidate(enough, arms=(arm,))).passed
+    found = memory_headroom(candidate(tight, arms=(arm,)))
+    assert not found.passed and "arms of experiments 4,000" in found.note
 
 
 @pytest.mark.parametrize("gate", [disk_headroom, memory_headroom])

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.control.canary_split import Split
+from cache.control.key_split import Split
 from cache.store.releases import Canary
 from serving.generations.served_set import Holding
 from serving.replica.canary_router import CanaryRouter
@@ -16,7 +16,7 @@ from serving.replica.canary_stats import EVENTS_MAX, ArmShare
 from serving.requests.errors import Problem
 from serving.requests.fields import read_id
 from serving.requests.lookup_json import feedback_of, lookup_ask
-from serving.requests.models import Limits, RequestOptions
+from serving.requests.models import Limits, Reported, RequestedArm, RequestOptions
 from serving.requests.options import query_options, with_headers
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
 
@@ -229,12 +229,9 @@ def test_feedback_that_cannot_be_counted_is_refused_with_its_field(body: bytes, 
 
 
 def test_feedback_is_one_event_unless_it_says_more() -> None:
-    assert feedback_of(orjson.loads(b'{"event": "click", "generation": "a"}')) == (
-        "a",
-        None,
-        "click",
-        1,
-    )
-    assert feedback_of(orjson.loads(b'{"event": "buy", "canary_key": 7, "count": 5}')) == (
-        None, b"7", "buy", 5,
-    )  # fmt: skip
+    for body, found in (
+        (b'{"event": "click", "generation": "a"}', Reported("a", None, None, "click", 1)),
+        (b'{"event": "buy", "canary_key": 7, "count": 5}', Reported(None, b"7", None, "buy", 5)),
+        (b'{"event": "buy", "arm": "e=a"}', Reported(None, None, RequestedArm("e", "a"), "buy", 1)),
+    ):
+        assert feedback_of(orjson.loads(body)) == found

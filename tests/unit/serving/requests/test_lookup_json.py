@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serving.requests.content import lookup_of, take
 from serving.requests.errors import Problem
 from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
-from serving.requests.models import Ask, Limits, ScoreAsk
+from serving.requests.models import Ask, Limits, Reported, ScoreAsk
 from serving.requests.options import with_headers
 from tests.unit.serving.world import LIMITS
 
@@ -233,7 +233,7 @@ def test_what_is_null_counts_as_not_sent() -> None:
     assert lookup_body(orjson.dumps(body), "t", LIMITS) == lookup_body(
         b'{"entities": ["a"]}', "t", LIMITS
     )
-    assert feedback_of(of_key) == (None, b"u", "click", 1)
+    assert feedback_of(of_key) == Reported(None, b"u", None, "click", 1)
     assert refused({"entities": None}) == refused({})
 
 

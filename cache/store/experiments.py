@@ -1,0 +1,240 @@
+"""Experiments of a namespace: which arms take which keys, as write-once versions that every replica reads alike."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, Self
+
+import orjson
+
+from cache.control.allotment import BUCKETS, Ranges
+from cache.control.key_split import Owners
+from cache.errors import Conflict, CorruptArtefact
+from cache.formats import EXPERIMENTS, demand, stamp, version_of
+from cache.store.artefacts import ArtefactStore
+
+FOLDER = "experiments"
+WRITE_TRIES = 16
+
+NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+"""Names of experiments and arms: they are labels of metrics and names of folders."""
+
+RUNNING_MAX = 8
+"""Experiments that run at once."""
+
+ARMS_MAX = 8
+"""Arms of one experiment."""
+
+NAMESPACES_MAX = 8
+"""Namespaces that a replica holds beside its own, for all experiments together."""
+
+ENDED_MAX = 64
+"""Ended experiments that a version lists, the latest; versions before it have them all."""
+
+# Whatever else somebody leaves in the folder (notes, an editor's copy) is no version.
+_VERSION = re.compile(r"([0-9]{12})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentArm:
+    """Arm of an experiment: the namespace that answers, and its share of the experiment's keys with their buckets."""
+
+    name: str
+    namespace: str
+    share: float
+    buckets: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Experiment: its share of all keys with their buckets, and its arms; times are Unix seconds.
+
+    `salt` draws its arms, apart from those of every other. One that is not started yet is held ready by replicas and
+    answers nobody. `sample`: share of its keys whose exposures are written down.
+    """
+
+    name: str
+    salt: str
+    share: float
+    buckets: Ranges
+    arms: tuple[ExperimentArm, ...]
+    created_at: float
+    started_at: float | None = None
+    stopped_at: float | None = None
+    sample: float = 1.0
+
+    @property
+    def is_over(self) -> bool:
+        """True once it was stopped."""
+        return self.stopped_at is not None
+
+    @property
+    def is_running(self) -> bool:
+        """True while it answers requests."""
+        return self.started_at is not None and not self.is_over
+
+    @property
+    def owners(self) -> Owners:
+        """Arm of each key, whether or not the experiment has the key."""
+        return Owners(self.salt, {each.name: each.buckets for each in self.arms})
+
+    def arm(self, name: str) -> ExperimentArm | None:
+        """The arm of that name."""
+        return next((each for each in self.arms if each.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiments:
+    """Version of a namespace's experiments; they share one set of buckets, of which none has what another has.
+
+    `salt` draws the buckets. The `holdout` is no experiment's, ever.
+    """
+
+    version: int = 0
+    salt: str = ""
+    holdout_share: float = 0.0
+    holdout: Ranges = ()
+    experiments: tuple[Experiment, ...] = ()
+
+    @property
+    def current(self) -> tuple[Experiment, ...]:
+        """Experiments that are not over, oldest first."""
+        return tuple(each for each in self.experiments if not each.is_over)
+
+    @property
+    def running(self) -> tuple[Experiment, ...]:
+        """Experiments that answer requests, oldest first."""
+        return tuple(each for each in self.experiments if each.is_running)
+
+    @property
+    def owners(self) -> Owners:
+        """Experiment of each key, by name; those that are held ready have theirs already."""
+        return Owners(self.salt, {each.name: each.buckets for each in self.current})
+
+    def find(self, name: str) -> Experiment | None:
+        """The experiment of that name, over or not."""
+        return next((each for each in self.experiments if each.name == name), None)
+
+    def namespaces(self, own: str) -> tuple[str, ...]:
+        """Namespaces of all arms that are not over, without one's `own`, in their order."""
+        named = [arm.namespace for each in self.current for arm in each.arms]
+        return tuple(each for each in dict.fromkeys(named) if each != own)
+
+    def to_bytes(self) -> bytes:
+        """JSON, as it is stored."""
+        return orjson.dumps(
+            {**stamp(EXPERIMENTS), **asdict(self)},
+            option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
+        )
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Self:
+        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        try:
+            data = orjson.loads(raw)
+            demand(EXPERIMENTS, version_of(data))
+            found = cls(
+                int(data["version"]),
+                str(data["salt"]),
+                float(data["holdout_share"]),
+                _ranges(data["holdout"]),
+                tuple(_experiment(each) for each in data["experiments"]),
+            )
+            found._check()
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptArtefact(f"not a version of the experiments: {error}") from error
+        return found
+
+    def _check(self) -> None:
+        """Raises ValueError where a bucket would be two owners': replicas could not agree."""
+        _demand_apart([self.holdout, *(each.buckets for each in self.current)])
+        for each in self.current:
+            _demand_apart([arm.buckets for arm in each.arms])
+
+
+def _experiment(data: Mapping[str, Any]) -> Experiment:
+    arms = tuple(
+        ExperimentArm(
+            _name(each["name"]), str(each["namespace"]), float(each["share"]), _ranges(each["buckets"])
+        )
+        for each in data["arms"]
+    )  # fmt: skip
+    started, stopped = data["started_at"], data["stopped_at"]
+    return Experiment(
+        _name(data["name"]),
+        str(data["salt"]),
+        float(data["share"]),
+        _ranges(data["buckets"]),
+        arms,
+        float(data["created_at"]),
+        None if started is None else float(started),
+        None if stopped is None else float(stopped),
+        float(data["sample"]),
+    )
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ValueError(f"{value!r} is no name of an experiment or an arm")
+    return value
+
+
+def _ranges(value: Any) -> Ranges:
+    found = tuple((int(start), int(stop)) for start, stop in value)
+    if any(not 0 <= start < stop <= BUCKETS for start, stop in found):
+        raise ValueError(f"{value} are no ranges of {BUCKETS} buckets")
+    return found
+
+
+def _demand_apart(all_ranges: list[Ranges]) -> None:
+    flat = sorted(each for ranges in all_ranges for each in ranges)
+    for (_, stop), (start, _) in pairwise(flat):
+        if start < stop:
+            raise ValueError(f"bucket {start} has two owners")
+
+
+def newest_version(store: ArtefactStore) -> int:
+    """The version in force, 0 while there never was an experiment; one listing, so cheap to poll."""
+    names = store.names(FOLDER)
+    return max((int(found[1]) for name in names if (found := _VERSION.fullmatch(name))), default=0)
+
+
+def latest_experiments(store: ArtefactStore) -> Experiments:
+    """The version in force."""
+    version = newest_version(store)
+    raw = store.read(_path(version)) if version else None
+    return Experiments() if raw is None else Experiments.from_bytes(raw)
+
+
+def change_experiments(
+    store: ArtefactStore, change: Callable[[Experiments], Experiments]
+) -> Experiments:
+    """Write what `change` makes of the newest version as the next one; again on that of whoever was faster."""
+    for _ in range(WRITE_TRIES):
+        now = latest_experiments(store)
+        changed = replace(change(now), version=now.version)
+        if changed == now:
+            return now
+        over = [each for each in changed.experiments if each.is_over]
+        forgotten = sorted(over, key=lambda each: each.stopped_at or 0.0)[:-ENDED_MAX]
+        kept = tuple(each for each in changed.experiments if each not in forgotten)
+        changed = replace(changed, version=now.version + 1, experiments=kept)
+        if store.write_once(_path(changed.version), changed.to_bytes()):
+            return changed
+    raise Conflict(
+        f"the experiments changed {WRITE_TRIES} times while they were being written; try again"
+    )
+
+
+def _path(version: int) -> str:
+    return f"{FOLDER}/{version:012d}.json"
+
+
+EXPOSURES = "exposures"
+"""Folder of the exposure log: parts as replicas write them, and a folder for each experiment."""
+
+
+def exposure_part(hour: int, replica: str, number: int) -> str:
+    """Store path of a part of an hour (since 1970), the `number`th of a replica."""
+    return f"{EXPOSURES}/parts/{hour}.{replica}-{number}.json"

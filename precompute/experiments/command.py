@@ -1,0 +1,127 @@
+"""The command `experiment`: its options, and what each action shows."""
+
+import argparse
+import time
+from typing import Any
+
+from cache.control.allotment import BUCKETS, size_of
+from cache.errors import ConfigError
+from cache.store.experiments import Experiment, Experiments
+from precompute.config.progress import Progress
+from precompute.config.settings import NightConfig
+from precompute.experiments import changes
+from precompute.experiments.edits import ArmOption, ExperimentOption
+from precompute.experiments.exposures import erased_users, gather
+from precompute.experiments.freeing import free
+from precompute.experiments.status import status
+
+ACTIONS = ("start", "status", "share", "stop", "exposures", "retire")
+DESCRIPTION = "let bundles live beside each other for weeks, each answering the keys of its arm"
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds actions and options of the command."""
+    command.add_argument("action", choices=ACTIONS)
+    command.add_argument("name", nargs="?", help="of the experiment: a-z, 0-9, - and _")
+    command.add_argument(
+        "--arm",
+        action="append",
+        default=[],
+        metavar="NAME=NAMESPACE:SHARE",
+        help="arm, as often as there are arms, one of them with the service's own namespace; shares sum to 1. "
+        "For `share`: NAME=SHARE",
+    )
+    command.add_argument(
+        "--share", type=float, help="share of all keys, above 0 to 1 (start: default 1)"
+    )
+    command.add_argument(
+        "--holdout", type=float, help="share of all keys that no experiment may take"
+    )
+    command.add_argument(
+        "--sample",
+        type=float,
+        default=1.0,
+        help="share of its keys whose exposures are written down (default: all)",
+    )
+    command.add_argument("--reason", default="", help="of stop; kept in the audit log")
+
+
+def command(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """`experiment start|status|share|stop|exposures|retire`."""
+    name: str | None = arguments.name
+    match arguments.action:
+        case "status":
+            return status(config, name)
+        case "share":
+            arms = dict(_share_of(each) for each in arguments.arm)
+            if name is None and (arguments.holdout is None or arms or arguments.share is not None):
+                raise ConfigError(
+                    "name the experiment, or give --holdout alone for that of all", field="name"
+                )
+            written = changes.share(
+                config, name, share=arguments.share, arms=arms, holdout=arguments.holdout
+            )
+            return told(written, name)
+        case "exposures":
+            store = config.store()
+            return gather(store, at=time.time(), erased=erased_users(store))
+        case "retire":
+            return free(config, _named(name))
+        case "stop":
+            return told(changes.stop(config, _named(name), reason=arguments.reason), name)
+    share = 1.0 if arguments.share is None else arguments.share
+    arms_ = tuple(arm_of(each) for each in arguments.arm)
+    asked = ExperimentOption(config.namespace, _named(name), arms_, share, arguments.sample)
+    return told(changes.start(config, asked, holdout=arguments.holdout, progress=progress), name)
+
+
+def told(found: Experiments, name: str | None) -> dict[str, Any]:
+    """JSON-able outcome of a change: the version written, and how the experiment stands."""
+    known = None if name is None else found.find(name)
+    return {
+        "version": found.version,
+        "holdout": found.holdout_share,
+        **({} if known is None else _experiment(known)),
+    }
+
+
+def _experiment(known: Experiment) -> dict[str, Any]:
+    return {
+        "experiment": known.name,
+        "state": "over" if known.is_over else "running" if known.is_running else "held ready",
+        "share": size_of(known.buckets) / BUCKETS,
+        "arms": [f"{arm.name}={arm.namespace}:{size_of(arm.buckets) / BUCKETS:g}" for arm in known.arms],
+    }  # fmt: skip
+
+
+def _named(name: str | None) -> str:
+    if name is None:
+        raise ConfigError("name the experiment", field="name")
+    return name
+
+
+def arm_of(text: str) -> ArmOption:
+    """Arm of NAME=NAMESPACE:SHARE; raises ConfigError for anything else."""
+    name, equals, rest = text.partition("=")
+    namespace, colon, share = rest.rpartition(":")
+    if not (name and equals and namespace and colon):
+        raise ConfigError(f"--arm is NAME=NAMESPACE:SHARE, not {text!r}", field="arm")
+    return ArmOption(name, namespace, _number(share, text))
+
+
+def _share_of(text: str) -> tuple[str, float]:
+    name, equals, share = text.partition("=")
+    if not (name and equals):
+        raise ConfigError(f"--arm of `share` is NAME=SHARE, not {text!r}", field="arm")
+    return name, _number(share, text)
+
+
+def _number(text: str, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(
+            f"--arm ends with a share of 1, such as 0.5, not {whole!r}", field="arm"
+        ) from None

@@ -1,0 +1,117 @@
+"""A namespace as a replica holds it: what follows its pointer, beats in it, and reads its keys."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Self
+
+from cache.store.artefacts import ArtefactStore
+from cache.store.blocklist import Blocklist
+from cache.store.releases import Pointer
+from serving.components import Keyed
+from serving.config.settings import ServingConfig
+from serving.generations.holder import Shelf
+from serving.generations.pointer_follower import Follower
+from serving.generations.redis_clock import RedisClock
+from serving.generations.snapshot import Snapshot
+from serving.generations.store_threads import InThread
+from serving.lookup.l1_warmup import Warming
+from serving.lookup.service import LookupService
+from serving.metrics.registry import Metrics
+from serving.replica.background import Refresher
+from serving.replica.canary_router import CanaryRouter
+from serving.replica.heartbeat import Heartbeat
+from serving.replica.host import Host
+from serving.usage.hot_keys import Sketch
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNamespace:
+    """Parts of one namespace: nothing of another can be reached through them."""
+
+    keyed: Keyed
+    store: ArtefactStore
+    clock: RedisClock
+    sketch: Sketch
+    shelf: Shelf
+    follower: Follower
+    trial: CanaryRouter
+    refresher: Refresher
+
+    @classmethod
+    def of(
+        cls,
+        config: ServingConfig,
+        name: str,
+        keyed: Keyed,
+        cores: Sequence[int],
+        metrics: Metrics,
+        *,
+        host: Host,
+        aside: Executor,
+        in_thread: InThread,
+        flipped: Callable[[str], None] = lambda _before: None,
+    ) -> Self:
+        """All parts, `name` for a replica; nothing is read yet. `metrics` are those of this namespace alone."""
+        store, control, ladder = config.store(), keyed.remote.control, keyed.ladder
+
+        def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
+            return Snapshot.open(
+                store,
+                pointer.generation,
+                epoch=pointer.epoch,
+                published_at=pointer.published_at,
+                blocklist=blocklist,
+                precision=config.precision,
+                threads=config.live_threads,
+                cores=cores,
+            )
+
+        clock = RedisClock()
+        sketch = Sketch(control, ladder.recent, lambda: shelf.live, clock)
+        hottest = sketch.hottest if config.sketch_s else None
+        shelf = Shelf(
+            open_snapshot,
+            metrics,
+            warm=Warming(keyed.tiers, ladder.recent.names, hottest, metrics.warmed),
+            flipped=flipped,
+            aside=aside,
+            in_thread=in_thread,
+        )
+        trial = CanaryRouter(shelf, metrics)
+        follower = Follower(
+            store, control, shelf, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
+            clock=clock, in_thread=in_thread,
+        )  # fmt: skip
+        beat = Heartbeat(
+            name, follower, clock, metrics, keyed.remote.p99_ms, trial.report,
+            overlay_ttl_s=config.overlay_ttl_s, host=host,
+        )  # fmt: skip
+        refresher = Refresher(
+            follower, store, control, beat, poll_s=config.poll_s,
+            blocklist_poll_s=config.blocklist_poll_s, heartbeat_s=config.heartbeat_s, in_thread=in_thread,
+        )  # fmt: skip
+        if config.sketch_s:
+            refresher.also(config.sketch_s, sketch.report)
+        return cls(keyed, store, clock, sketch, shelf, follower, trial, refresher)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedArm:
+    """Namespace of an arm, from which requests of an experiment are answered."""
+
+    held: HeldNamespace
+    service: LookupService
+
+    async def start(self) -> None:
+        """Loads what is live, beats, and goes on following."""
+        await self.held.refresher.start()
+
+    async def drain(self) -> None:
+        """Signs off, while answers go on."""
+        await self.held.refresher.drain()
+
+    async def aclose(self) -> None:
+        """Signs off, and closes the connections."""
+        await self.held.refresher.aclose()
+        await self.held.keyed.aclose()

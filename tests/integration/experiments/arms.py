@@ -1,0 +1,30 @@
+"""Namespaces that can be arms of one experiment: one store, one Redis, each with a night of its own cut."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from precompute.config.settings import NightConfig
+from tests.integration.fleet import control_of
+from tests.integration.nights import build_night, publish_night
+
+CUTS = ("2026-01-28T00:00:00Z", "2026-01-27T00:00:00Z", "2026-01-26T00:00:00Z")
+
+
+def arms(
+    folder: Path, redis_url: str, count: int = 1, *, users: int = 60, items: int = 40
+) -> tuple[NightConfig, ...]:
+    """The service's own namespace, then as many more; nothing that is live in one is in another."""
+    own = build_night(folder, redis_url, users=users, items=items)
+    others = [replace(own, namespace=f"{own.namespace}-{letter}") for letter in "bcd"[:count]]
+    for each, cut in zip(others, CUTS, strict=False):
+        publish_night(each, cut)
+    assert len({live_of(each) for each in (own, *others)}) == count + 1
+    return own, *others
+
+
+def live_of(config: NightConfig) -> str:
+    """The live generation of a namespace."""
+    with control_of(config) as control:
+        pointer = control.pointer()
+    assert pointer is not None
+    return pointer.generation

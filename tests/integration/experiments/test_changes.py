@@ -1,0 +1,150 @@
+"""`larder experiment` over a real Redis: started, shared out anew, stopped; what is refused before it is written."""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+
+from cache.config.sections import FlipConfig, TableConfig
+from cache.errors import ConfigError, Conflict
+from cache.store.audit import audit_records
+from cache.store.experiments import latest_experiments
+from precompute.cli.parser import parser_of_commands
+from precompute.config.progress import quiet
+from precompute.config.settings import NightConfig
+from precompute.experiments import changes
+from tests.integration.fleet import control_of
+from tests.integration.nights import UNTIL, build_night, publish_night
+
+ARMS = ("--arm", "control={own}:0.5", "--arm", "other={arm}:0.5")
+
+
+@pytest.fixture(scope="module")
+def namespaces(
+    tmp_path_factory: pytest.TempPathFactory, redis_url: str
+) -> tuple[NightConfig, NightConfig]:
+    """The service's own namespace and an arm's: one store, one Redis, a night each."""
+    folder = tmp_path_factory.mktemp("experiment")
+    own = replace(build_night(folder, redis_url, users=40, items=30), flip=FlipConfig(wait_s=0.3))
+    arm = replace(own, namespace=f"{own.namespace}-b", page_bytes=8 * 1024)
+    publish_night(arm, UNTIL)
+    return own, arm
+
+
+def run(configs: tuple[NightConfig, NightConfig], *words: str) -> dict[str, Any]:
+    """What the command says, as its JSON."""
+    own, arm = configs
+    named = [each.format(own=own.namespace, arm=arm.namespace) for each in words]
+    arguments: argparse.Namespace = parser_of_commands().parse_args(["experiment", *named])
+    found: dict[str, Any] = orjson.loads(orjson.dumps(arguments.run(own, arguments, quiet)))
+    return found
+
+
+def test_an_experiment_is_started_shared_out_anew_and_stopped(
+    namespaces: tuple[NightConfig, NightConfig],
+) -> None:
+    own, arm = namespaces
+
+    started = run(namespaces, "start", "ranker", *ARMS, "--share", "0.2", "--holdout", "0.05")
+
+    assert started["state"] == "running" and started["share"] == 0.2
+    assert started["arms"] == [f"control={own.namespace}:0.5", f"other={arm.namespace}:0.5"]
+    record = latest_experiments(own.store())
+    assert record.holdout == ((0, 500),) and record.running[0].buckets == ((500, 2500),)
+    # A repeat writes nothing.
+    again = run(namespaces, "start", "ranker", *ARMS, "--share", "0.2")
+    assert again["version"] == started["version"]
+    run(
+        namespaces,
+        "share",
+        "ranker",
+        "--share",
+        "0.3",
+        "--arm",
+        "control=0.4",
+        "--arm",
+        "other=0.6",
+    )
+    record = latest_experiments(own.store())
+    assert record.running[0].buckets == ((500, 3500),)
+    assert [each.buckets for each in record.running[0].arms] == [
+        ((0, 4000),),
+        ((4000, 10_000),),
+    ]
+    told = run(namespaces, "status")
+    assert (told["holdout"], told["free"]) == (0.05, 0.65)
+    (shown,) = told["experiments"]
+    with control_of(arm) as control:
+        pointer = control.pointer()
+    assert pointer is not None and shown["arms"][1]["generation"] == pointer.generation
+    assert run(namespaces, "status", "ranker")["experiments"] == [shown]
+    assert run(namespaces, "stop", "ranker", "--reason", "a test")["state"] == "over"
+    assert run(namespaces, "stop", "ranker")["state"] == "over"
+    assert run(namespaces, "status")["free"] == 0.95
+    done = [each for each in audit_records(own.store()) if each.action == "experiment"]
+    assert [each.subject for each in done] == [
+        "start ranker", "start ranker", "share ranker", "stop ranker", "stop ranker",
+    ]  # fmt: skip
+    assert done[3].reason == "a test" and {each.outcome for each in done} == {"done"}
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        (("start", *ARMS), ConfigError, "name the experiment"),
+        (("start", "a", "--arm", "control={own}"), ConfigError, "NAME=NAMESPACE:SHARE"),
+        (("start", "a", "--arm", "control={own}:much"), ConfigError, "ends with a share"),
+        (("start", "a", *ARMS[:3], "other=nowhere:0.5"), Conflict, "nothing is published in namespace 'nowhere'"),
+        (("start", "a", *ARMS, "--share", "2"), ConfigError, "--share"),
+        (("share", "nobody", "--share", "0.1"), Conflict, "no experiment 'nobody'"),
+        (("share", "--share", "0.1"), ConfigError, "name the experiment"),
+        (("stop", "nobody"), Conflict, "no experiment 'nobody'"),
+        (("status", "nobody"), Conflict, "no experiment 'nobody'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_and_nothing_is_written(
+    namespaces: tuple[NightConfig, NightConfig],
+    words: tuple[str, ...],
+    error: type[Exception],
+    said: str,
+) -> None:
+    version = latest_experiments(namespaces[0].store()).version
+
+    with pytest.raises(error, match=said):
+        run(namespaces, *words)
+
+    assert latest_experiments(namespaces[0].store()).version == version
+
+
+def test_arms_of_other_tables_are_refused(namespaces: tuple[NightConfig, NightConfig]) -> None:
+    own, _ = namespaces
+    narrow = {**own.tables, "user_topk": TableConfig("user_topk", k=10)}
+    less = {name: each for name, each in own.tables.items() if name != "user_affinity"}
+    for name, tables, said in (
+        ("narrow", narrow, r"user_topk' is kind topk entity user width 50 in .* user width 10 in"),
+        ("less", less, r"user_affinity' is .* and absent in"),
+    ):
+        each = replace(own, namespace=f"{own.namespace}-{name}", tables=tables)
+        publish_night(each, UNTIL)
+        with pytest.raises(Conflict, match=said):
+            run((own, each), "start", "b", *ARMS)
+
+
+def test_replicas_that_do_not_hold_the_arms_are_waited_for_and_named(
+    namespaces: tuple[NightConfig, NightConfig],
+) -> None:
+    own, arm = namespaces
+    beat = orjson.dumps({"replica": "r1", "serving": "g", "holds": []})
+    with control_of(own) as control, control_of(arm) as of_arm:
+        control.client.zadd(control.keys.replicas, {beat: control.time()})
+        with pytest.raises(Conflict, match=f"r1: {arm.namespace}"):
+            run(namespaces, "start", "late", *ARMS, "--share", "0.1")
+        known = latest_experiments(own.store()).find("late")
+        assert known is not None and not known.is_running
+
+        for each in (control, of_arm):
+            each.client.zadd(each.keys.replicas, {beat: control.time()})
+        assert run(namespaces, "start", "late", *ARMS, "--share", "0.1")["state"] == "running"
+    changes.stop(own, "late")

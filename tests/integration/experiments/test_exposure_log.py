@@ -1,0 +1,116 @@
+"""What a replica writes down of an experiment: exact once it has stopped, one file, and without who was erased."""
+
+import argparse
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from cache.store.experiments import latest_experiments
+from infra.local.service import ServiceProcess
+from precompute.cli.parser import parser_of_commands
+from precompute.config.progress import quiet
+from precompute.config.settings import NightConfig
+from precompute.experiments import changes
+from precompute.experiments.edits import ArmOption, ExperimentOption
+from precompute.experiments.exposures import gather
+from precompute.steps import retire
+from tests.integration.experiments.arms import arms
+from tests.integration.fleet import control_of, fleet
+from tests.integration.nights import histories
+
+KEYS = [f"key-{number}" for number in range(60)]
+
+
+def run(config: NightConfig, *words: str) -> Any:
+    arguments: argparse.Namespace = parser_of_commands().parse_args([*words, "--json"])
+    return arguments.run(config, arguments, quiet)
+
+
+def rows(config: NightConfig) -> list[dict[str, Any]]:
+    """All rows of all files of the experiment."""
+    store, found = config.store(), []
+    for name in store.names("exposures/ranker"):
+        if name.endswith(".parquet"):
+            raw = store.read(f"exposures/ranker/{name}")
+            found += pq.read_table(io.BytesIO(raw or b"")).to_pylist()
+    return found
+
+
+def test_the_log_is_exact_and_feedback_finds_its_arm(tmp_path: Path, redis_url: str) -> None:
+    own, other = arms(tmp_path / "night", redis_url)
+    named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
+    user = min(histories(own))
+    with fleet(own, tmp_path / "logs", count=1) as (service,):
+        changes.start(own, ExperimentOption(own.namespace, "ranker", named, 0.8))
+        expected, clicks = _asked(own, service, user)
+
+    told = run(own, "experiment", "status", "ranker")
+    (shown,) = told["experiments"]
+    by_arm = {each["arm"]: each for each in shown["arms"]}
+    requests = Counter(arm for arm in expected.values() if arm)
+    assert {arm: each["requests"] for arm, each in by_arm.items()} == {
+        arm: 3 * count for arm, count in requests.items()
+    }
+    assert {arm: each["feedback"] for arm, each in by_arm.items()} == {
+        arm: {"click": count} for arm, count in clicks.items()
+    }
+    found = by_arm["b"]["ratios"]["click"]
+    rate = {arm: clicks[arm] / (3 * requests[arm]) for arm in clicks}
+    assert found["ratio"] == pytest.approx(rate["b"] / rate["control"])
+    assert found["low"] < found["ratio"] < found["high"] and by_arm["control"]["ratios"] == {}
+
+    with control_of(own) as control:
+        at = control.time()
+    assert gather(own.store(), at=at + 7_200)["parts"] >= 1
+    assert {each["key"]: each["arm"] for each in rows(own)} == {
+        key: arm for key, arm in expected.items() if arm
+    }
+    each_once = {(each["key"], each["arm"], each["at"].hour) for each in rows(own)}
+    assert len(rows(own)) == len(each_once)
+    assert run(own, "experiment", "status", "ranker")["experiments"][0] == shown
+
+    erased = next(key for key, arm in expected.items() if arm == "b")
+    run(own, "erase", erased, "--reason", "a test")
+    assert erased not in {each["key"] for each in rows(own)} and len(rows(own)) > 5
+    assert "exposure_parts" in retire.run(own)
+
+
+def _asked(
+    own: NightConfig, service: ServiceProcess, user: str
+) -> tuple[dict[str, str | None], Counter[str]]:
+    """Asks three times for each key, and reports clicks; the arm of each key, and the clicks of each arm."""
+    record = latest_experiments(own.store())
+    (experiment,) = record.running
+    expected: dict[str, str | None] = {}
+    clicks: Counter[str] = Counter()
+    with httpx.Client(base_url=service.url) as client:
+        for number, key in enumerate(KEYS):
+            raw = key.encode()
+            arm = experiment.owners.of(raw) if record.owners.of(raw) else None
+            expected[key] = arm
+            for _ in range(3):
+                body = {"entities": [user], "canary_key": key}
+                answer = client.post("/v1/lookup/user_topk", content=orjson.dumps(body))
+                assert answer.json()["answers"][0].get("arm") == arm
+            forced = {"entities": [user], "canary_key": f"tester-{key}", "arm": "ranker=b"}
+            assert client.post("/v1/lookup/user_topk", content=orjson.dumps(forced)).status_code == 200  # fmt: skip
+            told: dict[str, Any] = {"event": "click", "count": 2, "canary_key": key}
+            if arm is not None and number % 2:
+                told = {"event": "click", "count": 2, "arm": f"ranker={arm}"}
+            said = client.post("/v1/feedback", content=orjson.dumps(told)).json()
+            assert said == {"arm": None} | ({} if arm is None else {"experiment": f"ranker={arm}"})
+            if arm is not None:
+                clicks[arm] += 2
+        lost = {"event": "click", "arm": "ranker=nobody"}
+        assert client.post("/v1/feedback", content=orjson.dumps(lost)).json() == {"arm": None}
+        text = client.get("/metrics").text
+    for arm, count in clicks.items():
+        line = f'larder_experiment_feedback_total{{arm="{arm}",event="click",experiment="ranker"}}'
+        assert f"{line} {float(count)}" in text
+    return expected, clicks

@@ -1,0 +1,257 @@
+"""An experiment over two real replicas: whole requests of stable keys, each from its arm's namespace alone."""
+
+import asyncio
+import ssl
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from cache.store.blocklist import change_blocklist
+from cache.store.experiments import Experiments, latest_experiments
+from infra.local.service import ServiceProcess
+from precompute.config.settings import NightConfig
+from precompute.experiments import changes
+from precompute.experiments.edits import ArmOption, ExperimentOption
+from serving.client.calls import Options
+from serving.client.clients import AsyncClient
+from tests.integration.experiments.arms import arms, live_of
+from tests.integration.fleet import beating, fleet
+from tests.integration.nights import histories, publish_night, roll_back
+from tests.polling import until
+
+KEYS = [f"key-{number}" for number in range(120)]
+CONTEXT = ssl.create_default_context()
+"""Made once, as that takes 50 ms."""
+Served = tuple[NightConfig, NightConfig, list[ServiceProcess]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("experiments")
+    own, other = arms(folder / "night", redis_url)
+    # What is let go is let go soon.
+    more = {"LARDER_DEADLINE_MAX_MS": "500", "LARDER_BLOCKLIST_POLL_S": "0.2"}
+    with fleet(own, folder / "logs", count=2, **more) as services:
+        yield own, other, services
+
+
+def start(
+    own: NightConfig,
+    other: NightConfig,
+    name: str,
+    *,
+    share: float = 0.6,
+    holdout: float | None = None,
+) -> Experiments:
+    named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
+    return changes.start(own, ExperimentOption(own.namespace, name, named, share), holdout=holdout)
+
+
+def expected(own: NightConfig, other: NightConfig, key: str) -> tuple[str, str | None, str | None]:
+    """Generation, experiment and arm by the record alone."""
+    found = latest_experiments(own.store())
+    name = found.owners.of(key.encode())
+    known = None if name is None else found.find(name)
+    if known is None or not known.is_running:
+        return live_of(own), None, None
+    arm = known.owners.of(key.encode())
+    return live_of(other if arm == "b" else own), name, arm
+
+
+def _client(service: ServiceProcess) -> httpx.Client:
+    return httpx.Client(base_url=service.url, verify=CONTEXT)
+
+
+def ask(
+    service: ServiceProcess, body: dict[str, Any], status: int = 200, arm: str | None = None
+) -> list[dict[str, Any]]:
+    with _client(service) as client:
+        return _asked(client, body, status, {} if arm is None else {"x-larder-arm": arm})
+
+
+def _asked(
+    client: httpx.Client,
+    body: dict[str, Any],
+    status: int = 200,
+    headers: dict[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    content = orjson.dumps(body)
+    response = client.post("/v1/lookup/user_topk", content=content, headers=headers or {})
+    assert response.status_code == status, response.text
+    found: list[dict[str, Any]] = orjson.loads(response.content).get("answers", [])
+    return found
+
+
+def seen(service: ServiceProcess, users: list[str]) -> dict[str, Any]:
+    """What answers each key; several entities each, so that a torn request would show."""
+    found = {}
+    with _client(service) as client:
+        for key in KEYS:
+            answers = _asked(client, {"entities": users, "k": 5, "canary_key": key})
+            (found[key],) = {
+                (each["generation"], each.get("experiment"), each.get("arm")) for each in answers
+            }
+    return found
+
+
+def followed(own: NightConfig, other: NightConfig, services: list[ServiceProcess]) -> None:
+    """Waits until every replica answers by the newest record, and from what is live everywhere."""
+
+    def is_so() -> bool:
+        return all(
+            {each.serving for each in beating(config)} == {live_of(config)} for config in (own, other)
+        ) and all(version_of(each) == latest_experiments(own.store()).version for each in services)  # fmt: skip
+
+    assert until(is_so)
+
+
+def version_of(service: ServiceProcess) -> int:
+    with _client(service) as client:
+        text = client.get("/metrics").text
+    (line,) = [each for each in text.splitlines() if each.startswith("larder_experiments_version ")]
+    return int(float(line.split()[1]))
+
+
+async def test_arms_answer_whole_requests_of_their_keys_alike_everywhere(served: Served) -> None:
+    own, other, services = served
+    users = sorted(histories(own))[:3]
+
+    assert {each.get("arm") for each in ask(services[0], {"entities": users})} == {None}
+    await asyncio.to_thread(start, own, other, "ranker", holdout=0.1)
+    await asyncio.to_thread(followed, own, other, services)
+    found = [seen(service, users) for service in services]
+
+    assert found[0] == found[1] == {key: expected(own, other, key) for key in KEYS}
+    assert len(Counter(found[0].values())) == 3
+    # By default the user decides; several have no key.
+    for user in users:
+        (answer,) = ask(services[1], {"entities": [user]})
+        assert (answer["generation"], answer.get("experiment"), answer.get("arm")) == expected(
+            own, other, user
+        )
+    assert {each["generation"] for each in ask(services[0], {"entities": users})} == {live_of(own)}
+    # A pin finds the namespace that has it.
+    for config in (own, other):
+        (answer, _) = ask(
+            services[0], {"entities": users[:2], "generation": live_of(config), "canary_key": "k"}
+        )
+        assert answer["generation"] == live_of(config) and "arm" not in answer
+
+
+async def test_a_tester_chooses_an_arm_and_one_that_is_not_held_is_refused(served: Served) -> None:
+    own, other, services = served
+    users = sorted(histories(own))[:2]
+    before = counted(services[0])
+
+    for body, header in (
+        ({"entities": users, "arm": "ranker=b"}, None),
+        ({"entities": users, "k": 3}, "ranker=b"),
+        ({"entities": users, "arm": "ranker=b"}, "ranker=control"),
+        ({"entities": users, "arm": "ranker=b", "canary_key": KEYS[0]}, None),
+    ):
+        answers = ask(services[0], body, arm=header)
+        assert {(each["generation"], each["arm"]) for each in answers} == {(live_of(other), "b")}
+    async with AsyncClient(services[0].url, binary=True) as client:
+        (one, *_) = await client.lookup_many("user_topk", users, Options(arm="ranker=b"))
+        assert (one.experiment, one.arm, one.generation) == ("ranker", "b", live_of(other))
+        single = await client.lookup("user_topk", users[0], Options(arm="ranker=control"))
+        assert (single.arm, single.generation) == ("control", live_of(own))
+        ranked = await client.score(users[0], list(single.items or ())[:3], Options(arm="ranker=b"))
+        assert (ranked.arm, ranked.generation) == ("b", live_of(other))
+    assert counted(services[0]) == before
+    for arm, status in (("ranker=c", 409), ("nobody=b", 409), ("b", 422), ("a=b=c", 422)):
+        ask(services[0], {"entities": users, "arm": arm}, status)
+        ask(services[0], {"entities": users}, status, arm)
+        with _client(services[0]) as http:
+            query = http.get(f"/v1/lookup/user_topk/{users[0]}", params={"arm": arm})
+        assert query.status_code == status
+    with _client(services[0]) as http:
+        explained = http.get(f"/v1/explain/user_topk/{users[0]}", params={"arm": "ranker=b"})
+    assert explained.status_code == 422
+
+
+def counted(service: ServiceProcess) -> list[str]:
+    """Requests of arms, as they are exposed."""
+    with _client(service) as client:
+        text = client.get("/metrics").text
+    return [each for each in text.splitlines() if each.startswith("larder_experiment_requests_")]
+
+
+async def test_a_night_and_a_roll_back_in_one_arm_are_that_arms_alone(served: Served) -> None:
+    own, other, services = served
+    users, before = sorted(histories(own))[:2], live_of(other)
+    mine = live_of(own)
+
+    await asyncio.to_thread(publish_night, other, "2026-01-28T12:00:00Z")
+    assert live_of(other) != before and live_of(own) == mine
+    await asyncio.to_thread(followed, own, other, services)
+    assert seen(services[0], users) == {key: expected(own, other, key) for key in KEYS}
+    # What the arm's previous generation was is held, too: its retire leaves it.
+    assert all(before in each.holds for each in beating(other))
+    assert not any(before in each.holds for each in beating(own))
+
+    await asyncio.to_thread(roll_back, other)
+    assert live_of(other) == before
+    await asyncio.to_thread(followed, own, other, services)
+    assert seen(services[1], users) == {key: expected(own, other, key) for key in KEYS}
+
+
+async def test_what_the_control_blocks_no_arm_serves_and_the_other_way_round_each_its_own(
+    served: Served,
+) -> None:
+    own, other, services = served
+    user = min(histories(own))
+    both = [{"entities": [user], "arm": f"ranker={arm}"} for arm in ("control", "b")]
+
+    def items(body: dict[str, Any]) -> list[str]:
+        (answer,) = ask(services[0], body)
+        found: list[str] = answer["items"]
+        return found
+
+    first, second = (items(each) for each in both)
+    barred = next(each for each in second if each in first)
+    change_blocklist(own.store(), block_items=[barred.encode()])
+    assert until(lambda: not any(barred in items(each) for each in both))
+    change_blocklist(own.store(), unblock_items=[barred.encode()])
+    assert until(lambda: all(barred in items(each) for each in both))
+
+    change_blocklist(other.store(), block_items=[barred.encode()])
+    assert until(lambda: barred not in items(both[1]))
+    assert barred in items(both[0])
+    change_blocklist(other.store(), unblock_items=[barred.encode()])
+
+
+async def test_a_change_of_shares_moves_no_key_but_those_it_names(served: Served) -> None:
+    own, other, services = served
+    users = sorted(histories(own))[:2]
+    before = seen(services[0], users)
+
+    await asyncio.to_thread(changes.share, own, "ranker", share=0.9)
+    await asyncio.to_thread(followed, own, other, services)
+    after = seen(services[0], users)
+
+    assert after == {key: expected(own, other, key) for key in KEYS}
+    moved = {key for key in KEYS if after[key] != before[key]}
+    assert moved and {before[key][1] for key in moved} == {None}
+
+
+async def test_when_it_stops_its_keys_are_the_services_own_and_the_namespace_is_let_go(
+    served: Served,
+) -> None:
+    own, other, services = served
+    users = sorted(histories(own))[:2]
+
+    await asyncio.to_thread(changes.stop, own, "ranker")
+    assert until(lambda: not beating(other))
+
+    assert set((seen(services[0], users)).values()) == {(live_of(own), None, None)}
+    ask(services[0], {"entities": users, "arm": "ranker=b"}, 409)
+    # And a namespace that is let go is held again where one asks for it.
+    await asyncio.to_thread(start, own, other, "again", share=0.9)
+    await asyncio.to_thread(followed, own, other, services)
+    assert seen(services[1], users) == {key: expected(own, other, key) for key in KEYS}
+    await asyncio.to_thread(changes.stop, own, "again")

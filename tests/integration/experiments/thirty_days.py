@@ -1,0 +1,507 @@
+"""Thirty days of experiments in seconds: nights, releases, records and replicas as they are, over a real Redis.
+
+Generations are tiny, and replicas answer from made-up pages; what decides who is answered by what, and what is written
+down of it, is the code that runs in production. Nothing sleeps: one clock, which the days move, is everybody's.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import redis
+import xxhash
+from redis.asyncio import ConnectionPool
+
+from cache.control.allotment import BUCKETS, Ranges
+from cache.errors import StoreError
+from cache.format.redis_keys import Keyspace
+from cache.l2.control_plane import ServerControl
+from cache.store.artefacts import ArtefactStore
+from cache.store.blocklist import Blocklist
+from cache.store.experiments import Experiment, Experiments, latest_experiments
+from cache.store.releases import Pointer
+from precompute.config.settings import NightConfig
+from precompute.experiments import changes
+from precompute.experiments.edits import ArmOption, ExperimentOption
+from precompute.experiments.exposures import gather
+from precompute.experiments.freeing import free
+from precompute.releases.sweep import retire, sweepable
+from serving.experiments.arms import Arms
+from serving.experiments.exposures import ExposureLog
+from serving.experiments.router import ExperimentRouter
+from serving.generations.holder import Shelf
+from serving.generations.pointer_follower import Follower
+from serving.generations.redis_clock import RedisClock
+from serving.generations.snapshot import Snapshot
+from serving.lookup.service import LookupService
+from serving.metrics.registry import Metrics
+from serving.replica.background import Refresher
+from serving.replica.canary_router import CanaryRouter
+from serving.replica.heartbeat import Heartbeat
+from serving.requests.models import Reported
+from tests.integration.release_world import Clock
+from tests.integration.release_world import World as Nights
+from tests.unit.serving.world import LIMITS, USERS, World, ask, entity
+
+HOUR_S, DAY_S = 3_600, 86_400
+GRACE_S = 60.0
+KEEP = 1
+REPLICAS = 3
+USERS_ASKED = 5
+START = 500_000 * HOUR_S
+
+
+Arm = tuple[str, str] | None
+"""Experiment and arm of a key; None: of none."""
+
+Moves = Collection[tuple[Arm, Arm]]
+"""Arms that keys may move from and to."""
+
+ARMS: Mapping[str, Mapping[str, str]] = {
+    "first": {"control": "a", "b": "b"},
+    "second": {"control": "a", "b": "c"},
+    "third": {"control": "a", "b": "d", "c": "b"},
+}
+"""Namespace of each arm, by its letter."""
+
+
+@dataclass
+class Failures:
+    """Writes of exposures that fail, by chance."""
+
+    rng: random.Random
+    chance: float = 0.1
+
+
+class FlakyStore(ArtefactStore):
+    """A store in which some parts of the exposure log cannot be written, or are though it says that they are not."""
+
+    failures: Failures | None = None
+
+    def write_once(self, path: str, data: bytes) -> bool:
+        failures = self.failures
+        is_failing = failures is not None and path.startswith("exposures/")
+        luck = failures.rng.random() if failures is not None and is_failing else 1.0
+        chance = 0.0 if failures is None else failures.chance
+        if luck < chance / 2:
+            raise StoreError("away")
+        is_new = super().write_once(path, data)
+        if luck < chance:
+            raise StoreError("the reply was lost")
+        return is_new
+
+
+class DayControl(ServerControl):
+    """Redis' own clock is the days'."""
+
+    def __init__(self, namespace: str, pool: ConnectionPool, clock: Clock) -> None:
+        super().__init__(Keyspace(namespace), pool)
+        self._days = clock
+
+    async def time(self) -> float:
+        return self._days()
+
+
+class HeldByReplica:
+    """A namespace in a replica: the real follower, shelf and heartbeat over made-up snapshots."""
+
+    def __init__(self, days: "ThirtyDays", replica: str, namespace: str) -> None:
+        self.namespace, self.world, clock = namespace, World(), days.clock
+        store, metrics = days.store_of(namespace), Metrics()
+        control = DayControl(namespace, days.pool, clock)
+        redis_clock = RedisClock(clock, clock)
+        shelf = Shelf(
+            self._open, metrics, warm=self._warm, in_thread=asyncio.to_thread, timer=clock
+        )
+        self.follower = Follower(
+            store, control, shelf, metrics, load_bound_s=60.0, poll_s=0.01, clock=redis_clock,
+            in_thread=asyncio.to_thread, timer=clock,
+        )  # fmt: skip
+        beat = Heartbeat(replica, self.follower, redis_clock, metrics)
+        self.refresher = Refresher(
+            self.follower, store, control, beat, poll_s=1, blocklist_poll_s=1, heartbeat_s=1,
+            in_thread=asyncio.to_thread, timer=clock,
+        )  # fmt: skip
+        self.service = LookupService(
+            follower=self.follower, trial=CanaryRouter(shelf, metrics), ladder=self.world.ladder,
+            filtered=cast(Any, None), metrics=metrics, limits=LIMITS, body_bytes=1, body_timeout_s=1.0,
+            tiers=self.world.tiers, l2_bound_s=lambda: 1.0, admission=cast(Any, None),
+        )  # fmt: skip
+
+    def _open(self, to: Pointer, blocklist: Blocklist) -> Snapshot:
+        return self.world.snapshot(to.generation, epoch=to.epoch, blocklist=blocklist)
+
+    async def _warm(self, _coming: Snapshot, _current: Snapshot | None) -> None:
+        return None
+
+    async def start(self) -> None:
+        await self.refresher.look_at_blocklist()
+        await self.look()
+
+    async def look(self) -> None:
+        """What the background does every second."""
+        await self.follower.look()
+        await self.follower.settled()
+        await self.refresher.beat()
+
+    async def drain(self) -> None:
+        await self.refresher.drain()
+
+    async def aclose(self) -> None:
+        await self.drain()
+        await self.follower.aclose()
+
+
+class SimReplica:
+    """A replica with the arms that the record names."""
+
+    def __init__(self, days: "ThirtyDays", number: int, life: int) -> None:
+        self.name = f"replica-{number}-{life}"
+        self.held: dict[str, HeldByReplica] = {}
+        self._days = days
+        own = days.namespaces[0]
+        self.own = HeldByReplica(days, self.name, own)
+        self.exposures = ExposureLog(
+            days.store_of(own), self.name, clock=days.clock, in_thread=asyncio.to_thread
+        )
+        self.arms = Arms(
+            self.own.service, own, days.store_of(own), self._hold,
+            in_thread=asyncio.to_thread, grace_s=GRACE_S, timer=days.clock,
+        )  # fmt: skip
+        self.router = ExperimentRouter(self.arms, self.exposures, Metrics())
+
+    def _hold(self, namespace: str) -> HeldByReplica:
+        found = self.held[namespace] = HeldByReplica(self._days, self.name, namespace)
+        return found
+
+    async def look(self) -> None:
+        """All that the background does, once."""
+        await self.own.look()
+        await self.arms.look()
+        needed = self.arms.record.namespaces(self._days.namespaces[0])
+        for namespace, each in self.held.items():
+            if namespace in needed:
+                await each.look()
+
+    async def stop(self) -> None:
+        """Ends as a service does: what it counted is written down."""
+        await self.arms.aclose()
+        await self.own.aclose()
+        while self.exposures._parts or self.exposures._windows:
+            await self.exposures.flush()
+
+
+def owner(salt: str, held: Mapping[str, Ranges], key: bytes) -> str | None:
+    """Owner of a key's bucket, told in the plainest way: what the router is held against."""
+    seed = xxhash.xxh3_64_intdigest(salt.encode())
+    bucket = xxhash.xxh3_64_intdigest(key, seed) * BUCKETS >> 64
+    found = [name for name, ranges in held.items() for a, b in ranges if a <= bucket < b]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+@dataclass
+class ThirtyDays:
+    """See the module; `counts` says how often each thing happened."""
+
+    seed: int
+    folder: Path
+    redis_url: str
+    client: "redis.Redis"
+    namespaces: tuple[str, ...]
+    keys: int
+    requests: int
+    nightly: float
+    """Chance of each namespace's night each day."""
+    counts: Counter[str] = field(default_factory=Counter)
+    exposed: set[tuple[str, int, str, str]] = field(default_factory=set)
+    """Experiment, hour, arm and key of every exposure there should be."""
+    asked: Counter[tuple[str, str]] = field(default_factory=Counter)
+    clicked: Counter[tuple[str, str]] = field(default_factory=Counter)
+    assigned: dict[bytes, Arm] = field(default_factory=dict)
+    live: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng, self.clock = random.Random(self.seed), Clock()
+        self.clock.now = float(START)
+        self.pool = ConnectionPool.from_url(self.redis_url, protocol=3)
+        self.nights = {name: self._night_of(name) for name in self.namespaces}
+        self.config = NightConfig(
+            namespace=self.namespaces[0], artifacts="artifacts", redis_url=self.redis_url, base=str(self.folder),
+        )  # fmt: skip
+        self.made = 0
+        self.of_generation: dict[str, str] = {}
+        self.replicas: list[SimReplica] = []
+        self.all_keys = [f"key-{number}".encode() for number in range(self.keys)]
+
+    def _night_of(self, namespace: str) -> Nights:
+        found = Nights(self.store_of(namespace), self.client, Keyspace(namespace))
+        found.clock = self.clock
+        found.control.time = self.clock  # type: ignore[method-assign]
+        found.releases.clock = self.clock
+        return found
+
+    def store_of(self, namespace: str) -> FlakyStore:
+        """The namespace's part of the store."""
+        found = FlakyStore(str(self.folder / "artifacts" / namespace))
+        found.failures = Failures(self.rng)
+        return found
+
+    @property
+    def record(self) -> Experiments:
+        """The record in force."""
+        return latest_experiments(self.store_of(self.namespaces[0]))
+
+    # -- what happens
+
+    async def run(self) -> None:
+        """All thirty days."""
+        for name in self.namespaces:
+            self.publish(name)
+        self.replicas = [SimReplica(self, number, 0) for number in range(REPLICAS)]
+        for each in self.replicas:
+            await each.own.start()
+        events = self._events()
+        for day in range(30):
+            event = events.get(day)
+            if event is not None:
+                event[0]()
+                self.counts[event[0].__name__] += 1
+            await self.follow()
+            self.check_assignment(event[1] if event is not None else ())
+            for hour in sorted(self.rng.sample(range(24), 2)):
+                self.clock.now = float(
+                    START + day * DAY_S + hour * HOUR_S + self.rng.random() * 600
+                )
+                await self.traffic()
+            self.clock.now = float(START + day * DAY_S + 24 * HOUR_S - 60)
+            await self.night(day)
+        await self.end()
+
+    def _events(self) -> dict[int, tuple[Callable[[], None], Moves]]:
+        """Events by day, each with the arms that it may move keys from and to."""
+        _, one, two, _ = self.namespaces
+
+        def first() -> None:
+            self.start("first", 0.3, holdout=0.05)
+
+        def second() -> None:
+            self.start("second", 0.25)
+
+        def third() -> None:
+            self.start("third", 0.3)
+
+        def shares_grow() -> None:
+            changes.share(self.config, "second", share=0.3)
+
+        def arms_change() -> None:
+            changes.share(self.config, "first", arms={"control": 0.2, "b": 0.8})
+
+        def shares_shrink() -> None:
+            changes.share(
+                self.config, "third", share=0.2, arms={"control": 0.5, "b": 0.3, "c": 0.2}
+            )
+
+        def roll_back() -> None:
+            night = self.nights[one]
+            before = night.live().generation
+            night.releases.roll_back(to=None, reason="a test", attempt=night.attempt())
+            assert night.live().generation != before
+
+        def stop() -> None:
+            changes.stop(self.config, "second")
+
+        def freed() -> None:
+            found = free(self.config, "second")
+            assert found["freed"] == [two] and self.pages(two) == 0 and self.pages(one) > 0
+
+        begin = {name: [(None, (name, arm)) for arm in arms] for name, arms in ARMS.items()}
+        gone = [(("third", arm), None) for arm in ARMS["third"]]
+        return {
+            0: (first, begin["first"]),
+            2: (second, begin["second"]),
+            4: (third, begin["third"]),
+            8: (shares_grow, begin["second"]),
+            12: (roll_back, ()),
+            16: (arms_change, [(("first", "control"), ("first", "b"))]),
+            21: (shares_shrink, [*gone, *((("third", arm), ("third", "control")) for arm in "bc")]),
+            25: (stop, [(("second", arm), None) for arm in ARMS["second"]]),
+            27: (freed, ()),
+        }
+
+    def start(self, name: str, share: float, holdout: float | None = None) -> None:
+        """Start an experiment with equal arms."""
+        arms = ARMS[name]
+        named = tuple(
+            ArmOption(arm, self.namespaces["abcd".index(letter)], 1 / len(arms))
+            for arm, letter in arms.items()
+        )
+        changes.start(
+            self.config, ExperimentOption(self.namespaces[0], name, named, share), holdout=holdout
+        )
+
+    def publish(self, namespace: str) -> None:
+        """A night: another generation, live from now on."""
+        self.made += 1
+        day = datetime(2027, 1, 1, tzinfo=UTC) + timedelta(hours=self.made)
+        generation = f"{day:%Y%m%dT%H%M%SZ}-{self.made:012x}"
+        night = self.nights[namespace]
+        night.load(generation)
+        night.releases.publish(generation, attempt=night.attempt())
+        self.of_generation[generation] = namespace
+
+    async def follow(self) -> None:
+        """Every replica looks at everything."""
+        for each in self.replicas:
+            await each.look()
+            assert each.arms.record == self.record
+            assert each.own.follower.stale in (None, "blocklist_unreadable")
+
+    async def night(self, day: int) -> None:
+        """Nights of all namespaces, sweeps, exposures; now and then another replica takes one's place."""
+        for namespace in self.namespaces:
+            is_freed = self.nights[namespace].control.pointer() is None
+            if not is_freed and self.rng.random() < self.nightly:
+                self.publish(namespace)
+        await self.follow()
+        self.clock.now += 30.0
+        await self.follow()  # beats of now: what replicas hold is known to the sweeps
+        for namespace, night in self.nights.items():
+            for generation in sweepable(night.releases, keep=KEEP, grace_s=0.0):
+                retire(night.releases, generation, attempt=night.attempt(), grace_s=0.0)
+                self.counts["retired"] += 1
+            assert self.pages_by_generation(namespace).keys() <= self.kept(namespace)
+        for each in self.replicas:
+            await each.exposures.flush()
+        at = self.rng.randrange(REPLICAS)
+        if self.rng.random() < 0.3:
+            await self.replicas[at].stop()
+            self.replicas[at] = SimReplica(self, at, day + 1)
+            await self.replicas[at].own.start()
+            self.counts["replaced"] += 1
+        self.gather()
+
+    def gather(self) -> None:
+        """The night's part in the exposure log; dies before it is done, now and then."""
+        store = self.store_of(self.namespaces[0])
+        self.counts["parts"] += gather(store, at=self.clock())["parts"]
+
+    async def traffic(self) -> None:
+        """Requests of random keys at random replicas, and clicks on some of the answers."""
+        hour = int(self.clock.now // HOUR_S)
+        self.live = {
+            name: pointer.generation
+            for name, night in self.nights.items()
+            if (pointer := night.control.pointer()) is not None
+        }
+        for _ in range(self.requests):
+            replica, key = self.rng.choice(self.replicas), self.rng.choice(self.all_keys)
+            users = self.rng.sample(USERS, USERS_ASKED)
+            asked = ask(*(entity(each) for each in users), canary_key=key)
+            service, assigned = replica.router.route(asked.entities, asked.options)
+            holding, _ = service.trial.route(service.holding(), asked.entities, asked.options)
+            answers = replica.router.mark(
+                assigned, await service.ladder.lookup(holding, asked, self.clock())
+            )
+            self.check_answers(key, answers)
+            if (found := self.assigned[key]) is not None:
+                name, arm = found
+                self.exposed.add((name, hour, arm, key.decode()))
+                self.asked[found] += 1
+                if self.rng.random() < 0.2:
+                    told = Reported(None, key, None, "click", 1)
+                    assert replica.router.feedback(told)["experiment"] == f"{name}={arm}"
+                    self.clicked[found] += 1
+        for each in self.replicas:
+            if self.rng.random() < 0.5:
+                await each.exposures.flush()
+
+    async def end(self) -> None:
+        """All experiments end: nothing of an arm is held, and what is freed is gone."""
+        for each in ("first", "third"):
+            changes.stop(self.config, each)
+        await self.follow()
+        self.clock.now += GRACE_S
+        await self.follow()
+        for namespace in self.namespaces[1:]:
+            assert self.nights[namespace].control.replicas() == []
+        for replica in self.replicas:
+            await replica.stop()
+        for each in ("first", "third"):
+            free(self.config, each)
+        for namespace in self.namespaces:
+            assert (self.pages(namespace) > 0) == (namespace == self.namespaces[0])
+        self.clock.now += 2 * HOUR_S
+        self.gather()
+        await self.pool.disconnect()
+
+    # -- what must be so
+
+    def expected(self, record: Experiments, key: bytes) -> Arm:
+        """Experiment and arm of a key by the record alone."""
+        name = owner(record.salt, {each.name: each.buckets for each in record.current}, key)
+        found: Experiment | None = None if name is None else record.find(name)
+        if found is None:
+            return None
+        arm = owner(found.salt, {each.name: each.buckets for each in found.arms}, key)
+        assert arm is not None
+        return found.name, arm
+
+    def check_assignment(self, may_move: Moves) -> None:
+        """No key has another arm than the day before but by a change of shares; and replicas agree with the record."""
+        record = self.record
+        now = {key: self.expected(record, key) for key in self.all_keys}
+        before = self.assigned or dict.fromkeys(now)
+        moves = [(each, now[key]) for key, each in before.items() if now[key] != each]
+        assert set(moves) <= set(may_move)
+        assert all(
+            now[key] is None
+            for key in self.all_keys
+            if owner(record.salt, {"": record.holdout}, key) == ""
+        )
+        self.counts["moved"] += len(moves)
+        for replica in self.replicas:
+            routing = replica.arms.routing
+            assert {key: routing.of(key) if routing else None for key in self.all_keys} == now
+        self.assigned = now
+
+    def check_answers(self, key: bytes, answers: list[dict[str, Any]]) -> None:
+        """All of them are of the one generation that is live in the arm's namespace, and say so."""
+        found, namespace = self.assigned[key], self.namespaces[0]
+        if found is not None:
+            namespace = self.namespaces["abcd".index(ARMS[found[0]][found[1]])]
+        (generation,) = {each["generation"] for each in answers}
+        assert generation == self.live[namespace]
+        assert self.of_generation[generation] == namespace
+        marks = {(each.get("experiment"), each.get("arm")) for each in answers}
+        assert marks == {found or (None, None)}
+        assert {each["source"] for each in answers} <= {"l1", "l2"}
+        self.counts[f"answered by {namespace[-1]}"] += len(answers)
+
+    def pages_by_generation(self, namespace: str) -> Counter[str]:
+        """Page keys in Redis."""
+        return Counter(each.split(":")[4] for each in self.nights[namespace].pages())
+
+    def pages(self, namespace: str) -> int:
+        """Number of page keys in Redis."""
+        return self.pages_by_generation(namespace).total()
+
+    def kept(self, namespace: str) -> set[str]:
+        """Generations that may have pages: live, those that a sweep leaves, and those that replicas hold."""
+        night = self.nights[namespace]
+        held = {each for replica in night.control.replicas() for each in replica.holds}
+        ledger = night.releases.ledger()
+        return {each for each in (ledger.live, ledger.previous) if each} | held | self._left(night)
+
+    def _left(self, night: Nights) -> set[str]:
+        states = night.releases.ledger().states
+        superseded = sorted(
+            (each for each, state in states.items() if state == "superseded"),
+            key=lambda each: night.releases.ledger().left_in.get(each, 0),
+        )
+        return set(superseded[-KEEP:])

@@ -1,0 +1,180 @@
+"""Files of the exposure log: exact whatever came when, twice or in between; and without those who were erased."""
+
+import io
+import random
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cache.errors import CorruptArtefact
+from cache.store.artefacts import ArtefactStore
+from cache.store.experiments import exposure_part
+from precompute.experiments import exposures
+from precompute.experiments.exposures import ArmTotals, forget_keys, gather, totals
+
+HOUR = 500_000
+LATER = (HOUR + 10) * 3_600.0
+
+
+def part(store: ArtefactStore, hour: int, replica: str, number: int, *arms: dict[str, Any]) -> None:
+    assert store.write_once(exposure_part(hour, replica, number), orjson.dumps({"arms": arms}))
+
+
+def line(
+    arm: str, keys: dict[str, float], requests: int = 1, experiment: str = "e", **feedback: int
+) -> dict[str, Any]:
+    return {
+        "experiment": experiment, "arm": arm, "requests": requests, "feedback": feedback,
+        "exposures": [[key, at] for key, at in keys.items()],
+    }  # fmt: skip
+
+
+def rows(
+    store: ArtefactStore, hour: int = HOUR, experiment: str = "e"
+) -> dict[tuple[str, str], float]:
+    raw = store.read(f"exposures/{experiment}/{hour}.parquet")
+    table = pq.read_table(io.BytesIO(raw or b""))
+    found = {(each["arm"], each["key"]): each["at"].timestamp() for each in table.to_pylist()}
+    assert len(found) == len(table)
+    return found
+
+
+def test_parts_of_all_replicas_are_one_file_with_each_key_once(tmp_path: Path) -> None:
+    store = ArtefactStore(str(tmp_path))
+    part(store, HOUR, "r1", 1, line("x", {"a": 5.5, "b": 6.0}, 4, click=1), line("y", {"c": 1.0}))
+    part(store, HOUR, "r2", 1, line("x", {"a": 4.25}, 2, click=2, buy=1))
+    part(store, HOUR, "r2", 2, line("x", {"z": 1.0}, experiment="other"))
+    part(store, HOUR + 20, "r2", 3, line("x", {"a": 1.0}, 7))
+
+    before = {name: each.to_json() for name, each in totals(store, "e").items()}
+    assert gather(store, at=LATER) == {"hours": 1, "files": 2, "parts": 3}
+
+    assert rows(store) == {("x", "a"): 4.25, ("x", "b"): 6.0, ("y", "c"): 1.0}
+    assert rows(store, experiment="other") == {("x", "z"): 1.0}
+    after = {name: each.to_json() for name, each in totals(store, "e").items()}
+    assert after["x"] == {"requests": 13, "exposures": 3, "feedback": {"buy": 1, "click": 3}}
+    # Before it was gathered each part counted for itself.
+    assert before == {"x": {**after["x"], "exposures": 4}, "y": after["y"]}
+    assert store.names("exposures/parts") == [f"{HOUR + 20}.r2-3.json"]
+    assert gather(store, at=LATER) == {"hours": 0, "files": 0, "parts": 0}
+
+
+def test_a_part_that_comes_late_is_added(tmp_path: Path) -> None:
+    store = ArtefactStore(str(tmp_path))
+    part(store, HOUR, "r1", 1, line("x", {"a": 5.0}, 2, click=1))
+    gather(store, at=LATER)
+
+    part(store, HOUR, "r2", 1, line("x", {"a": 4.0, "b": 9.0}, 3, click=1))
+    gather(store, at=LATER)
+
+    assert rows(store) == {("x", "a"): 4.0, ("x", "b"): 9.0}
+    assert totals(store, "e")["x"].to_json() == {"requests": 5, "exposures": 2, "feedback": {"click": 2}}  # fmt: skip
+
+
+class Dies(ArtefactStore):
+    """A store whose program is killed before its `left`th change."""
+
+    left = 0
+
+    def _step(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def write(self, path: str, data: bytes) -> None:
+        self._step()
+        super().write(path, data)
+
+    def delete(self, path: str) -> None:
+        self._step()
+        super().delete(path)
+
+
+@pytest.mark.parametrize("left", range(7))
+def test_killed_at_any_place_and_run_again_it_is_as_if_it_had_run_once(
+    tmp_path: Path, left: int
+) -> None:
+    store = Dies(str(tmp_path))
+    part(store, HOUR, "r1", 1, line("x", {"a": 5.0}, 2, click=1), line("x", {"q": 1.0}, 1, "other"))
+    part(store, HOUR, "r2", 1, line("y", {"a": 4.0}, 3))
+
+    store.left = left
+    with pytest.raises(KeyboardInterrupt) if left < 6 else nullcontext():
+        gather(store, at=LATER)
+    store.left = 99
+    gather(store, at=LATER)
+
+    assert rows(store) == {("x", "a"): 5.0, ("y", "a"): 4.0}
+    assert rows(store, experiment="other") == {("x", "q"): 1.0}
+    assert totals(store, "e") == {
+        "x": ArmTotals(2, 1, Counter(click=1)),
+        "y": ArmTotals(3, 1, Counter()),
+    }
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_comes_in_whatever_order_the_log_is_exact(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    store = ArtefactStore(str(tmp_path / str(seed)))
+    expected: dict[tuple[str, str], float] = {}
+    requests = 0
+    for number in range(rng.randrange(1, 12)):
+        arms = []
+        for arm in "xy":
+            named = [f"k{rng.randrange(6)}" for _ in range(rng.randrange(4))]
+            keys = {key: round(rng.random() * 3_600, 3) for key in named}
+            arms.append(line(arm, keys, 2))
+            requests += 2
+            for key, at in keys.items():
+                expected[arm, key] = min(at, expected.get((arm, key), at))
+        part(store, HOUR, f"r{rng.randrange(3)}", number, *arms)
+        if rng.random() < 0.3:
+            gather(store, at=LATER)
+    gather(store, at=LATER)
+
+    assert rows(store) == expected
+    assert sum(each.requests for each in totals(store, "e").values()) == requests
+
+
+def test_who_was_erased_is_in_no_file_and_no_part(tmp_path: Path) -> None:
+    store = ArtefactStore(str(tmp_path))
+    part(store, HOUR, "r1", 1, line("x", {"gone": 5.0, "b": 6.0}, 4))
+    gather(store, at=LATER)
+    part(store, HOUR + 1, "r1", 2, line("x", {"gone": 5.0, "c": 6.0}, 4))
+
+    assert forget_keys(store, [b"gone"]) == 2
+    assert forget_keys(store, [b"gone"]) == 0
+    part(store, HOUR, "r2", 3, line("x", {"gone": 5.0, "d": 7.0}, 4))
+    gather(store, at=LATER, erased=[b"gone"])
+
+    assert rows(store) == {("x", "b"): 6.0, ("x", "d"): 7.0}
+    assert rows(store, HOUR + 1) == {("x", "c"): 6.0}
+    assert totals(store, "e")["x"].requests == 12
+    assert not any(b"gone" in each.read_bytes() for each in tmp_path.rglob("*") if each.is_file())
+
+
+def test_a_part_that_is_none_is_named(tmp_path: Path) -> None:
+    store = ArtefactStore(str(tmp_path))
+    store.write(exposure_part(HOUR, "r1", 1), b"{")
+
+    with pytest.raises(CorruptArtefact, match=r"exposures/parts/500000.r1-1.json is no part"):
+        gather(store, at=LATER)
+
+
+def test_an_hour_waits_for_what_is_late(tmp_path: Path) -> None:
+    store = ArtefactStore(str(tmp_path))
+    part(store, HOUR, "r1", 1, line("x", {"a": 5.0}))
+
+    ends = (HOUR + 1) * 3_600.0
+    assert gather(store, at=ends + exposures.LATE_S - 1)["parts"] == 0
+    assert gather(store, at=ends + exposures.LATE_S)["parts"] == 1

@@ -1,0 +1,44 @@
+"""Arms on the dashboard: what all workers counted of each, held against the control."""
+
+import pytest
+
+from cache.control.rate_ratio import rate_ratio
+from serving.dashboard.counters import counted, pack, totals, unpack
+from serving.dashboard.experiments import experiments
+from serving.metrics.registry import Metrics
+
+TOLD = [
+    {
+        "experiment": "e", "share": 0.5, "started_at": 1.0,
+        "arms": [{"arm": "a", "share": 0.5}, {"arm": "b", "share": 0.5}],
+    },
+]  # fmt: skip
+
+
+def test_counts_of_arms_are_told_by_workers_and_compared_with_the_control() -> None:
+    metrics = Metrics()
+    metrics.experiment_requests.labels("e", "a").inc(1_000)
+    metrics.experiment_requests.labels("e", "b").inc(2_000)
+    metrics.experiment_feedback.labels("e", "a", "click").inc(100)
+    metrics.experiment_feedback.labels("e", "b", "click").inc(300)
+    metrics.experiment_feedback.labels("e", "b", "buy").inc(2)
+
+    told = totals(unpack(pack(counted(metrics))))
+    (found,) = experiments(TOLD, told)
+
+    assert (found["experiment"], found["share"]) == ("e", 0.5)
+    control, arm = found["arms"]
+    assert (control["requests"], arm["requests"]) == (1_000, 2_000)
+    assert control["events"]["click"] == {"count": 100, "rate": 0.1, "ratio": None}
+    expected = rate_ratio(300, 2_000, 100, 1_000)
+    assert expected is not None and expected.ratio == pytest.approx(1.5)
+    assert arm["events"]["click"] == {"count": 300, "rate": 0.15, "ratio": expected._asdict()}
+    # Nothing bounds what the control never had.
+    assert arm["events"]["buy"] == {"count": 2, "rate": 0.001, "ratio": None}
+
+
+def test_an_experiment_of_which_nothing_was_counted_is_shown_all_the_same() -> None:
+    (found,) = experiments(TOLD, {})
+
+    assert [(each["requests"], each["events"]) for each in found["arms"]] == [(0, {})] * 2
+    assert experiments((), {"n:e=a": 3}) == []

@@ -1,0 +1,126 @@
+"""The exposure log of a process: each key once an hour, nothing lost by a store that fails, nothing counted twice."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from cache.errors import StoreError
+from cache.store.artefacts import ArtefactStore
+from serving.experiments import exposures
+from serving.experiments.exposures import ExposureLog
+from tests.fakes import FakeClock
+
+HOUR = 500_000
+START = HOUR * 3_600.0
+
+
+class FailingStore(ArtefactStore):
+    """Says that a write failed, as often as told: before it happened, or after."""
+
+    before = after = 0
+
+    def write_once(self, path: str, data: bytes) -> bool:
+        if self.before:
+            self.before -= 1
+            raise StoreError("away")
+        is_new = super().write_once(path, data)
+        if self.after:
+            self.after -= 1
+            raise StoreError("the reply was lost")
+        return is_new
+
+
+def log_of(
+    folder: Path, clock: FakeClock | None = None
+) -> tuple[ExposureLog, FailingStore, FakeClock]:
+    clock = clock or FakeClock(START)
+    store = FailingStore(str(folder))
+    return ExposureLog(store, "r1", clock=clock, in_thread=asyncio.to_thread), store, clock
+
+
+def lines(store: ArtefactStore) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for name in store.names("exposures/parts"):
+        raw = store.read(f"exposures/parts/{name}")
+        assert raw is not None
+        found += [(name, each) for each in orjson.loads(raw)["arms"]]
+    return found
+
+
+def keys_of(each: dict[str, Any]) -> list[str]:
+    return [key for key, _ in each["exposures"]]
+
+
+async def test_a_key_is_written_once_an_hour_for_each_arm_and_every_request_is_counted(
+    tmp_path: Path,
+) -> None:
+    log, store, clock = log_of(tmp_path)
+
+    for key in (b"a", b"b", b"a"):
+        log.request("e", "x", key)
+    log.request("e", "y", b"a")
+    log.request("e", "x", None)
+    await log.flush()
+    log.request("e", "x", b"a")
+    log.heard("e", "x", "click", 3)
+    await log.flush()
+    clock.tick(3_600)
+    log.request("e", "x", b"a")
+    await log.flush()
+
+    assert [
+        (name, each["arm"], each["requests"], each["feedback"], keys_of(each))
+        for name, each in lines(store)
+    ] == [
+        (f"{HOUR}.r1-1.json", "x", 4, {}, ["a", "b"]),
+        (f"{HOUR}.r1-1.json", "y", 1, {}, ["a"]),
+        (f"{HOUR}.r1-2.json", "x", 1, {"click": 3}, []),
+        (f"{HOUR + 1}.r1-3.json", "x", 1, {}, ["a"]),
+    ]  # fmt: skip
+    assert log.events() == {"exposures_written": 4, "exposures_dropped": 0, "exposure_writes_failed": 0}  # fmt: skip
+
+
+async def test_a_store_that_fails_delays_and_repeats_nothing(tmp_path: Path) -> None:
+    log, store, _ = log_of(tmp_path)
+    log.request("e", "x", b"a")
+    store.before = 1
+    await log.flush()
+    assert not lines(store)
+
+    log.request("e", "x", b"b")
+    store.after = 1
+    await log.flush()
+    await log.flush()
+
+    found = lines(store)
+    assert sum(each["requests"] for _, each in found) == 2
+    assert sorted(key for _, each in found for key, _ in each["exposures"]) == ["a", "b"]
+    assert log.events()["exposure_writes_failed"] == 2
+
+
+async def test_what_waits_is_bounded_and_what_is_dropped_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposures, "PENDING_MAX", 5)
+    monkeypatch.setattr(exposures, "PART_MAX", 2)
+    log, store, _ = log_of(tmp_path)
+
+    for number in range(8):
+        log.request("e", "xy"[number % 2], f"k{number}".encode())
+    await log.flush()
+
+    found = lines(store)
+    assert sum(each["requests"] for _, each in found) == 8
+    assert sorted(key for _, each in found for key, _ in each["exposures"]) == [
+        f"k{number}" for number in range(5)
+    ]
+    parts = Counter(name for name, each in found for _ in each["exposures"])
+    assert max(parts.values()) == 2 and log.events()["exposures_dropped"] == 3
+    # And there is room again.
+    log.request("e", "x", b"later")
+    await log.flush()
+    assert log.events()["exposures_written"] == 6
