@@ -4,6 +4,9 @@ import argparse
 import time
 from typing import Any
 
+from rich.markup import escape
+from rich.table import Table
+
 from cache.control.allotment import BUCKETS, size_of
 from cache.errors import ConfigError
 from cache.store.experiments import Experiment, Experiments
@@ -48,12 +51,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
+) -> dict[str, Any] | list[Table | str]:
     """`experiment start|status|share|stop|exposures|retire`."""
     name: str | None = arguments.name
     match arguments.action:
         case "status":
-            return status(config, name)
+            found = status(config, name)
+            return found if arguments.json else shown(found)
         case "share":
             arms = dict(_share_of(each) for each in arguments.arm)
             if name is None and (arguments.holdout is None or arms or arguments.share is not None):
@@ -75,6 +79,34 @@ def command(
     arms_ = tuple(arm_of(each) for each in arguments.arm)
     asked = ExperimentOption(config.namespace, _named(name), arms_, share, arguments.sample)
     return told(changes.start(config, asked, holdout=arguments.holdout, progress=progress), name)
+
+
+def shown(found: dict[str, Any]) -> list[Table | str]:
+    """A status for people: a row for each arm."""
+    table = Table(
+        "experiment",
+        "arm",
+        "namespace",
+        "share",
+        "generation",
+        "requests",
+        "events, over the control's",
+    )
+    for each in found["experiments"]:
+        for arm in each["arms"]:
+            table.add_row(
+                escape(each["experiment"]), escape(arm["arm"]), escape(arm["namespace"]),
+                f"{each['share'] * arm['share']:.2%}", arm["generation"] or "nothing", f"{arm['requests']:,}",
+                escape("; ".join(_event(event, count, arm) for event, count in arm["feedback"].items())),
+            )  # fmt: skip
+    return [table, f"holdout {found['holdout']:.2%}, free {found['free']:.2%} of all keys"]
+
+
+def _event(event: str, count: int, arm: dict[str, Any]) -> str:
+    found = arm["ratios"].get(event)
+    if found is None:
+        return f"{event} {count:,}"
+    return f"{event} {count:,}: {found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
 
 
 def told(found: Experiments, name: str | None) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def run(configs: tuple[NightConfig, NightConfig], *words: str) -> dict[str, Any]
     """What the command says, as its JSON."""
     own, arm = configs
     named = [each.format(own=own.namespace, arm=arm.namespace) for each in words]
-    arguments: argparse.Namespace = parser_of_commands().parse_args(["experiment", *named])
+    words_ = ["experiment", *named, "--json"]
+    arguments: argparse.Namespace = parser_of_commands().parse_args(words_)
     found: dict[str, Any] = orjson.loads(orjson.dumps(arguments.run(own, arguments, quiet)))
     return found
 
@@ -80,6 +81,13 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(
         pointer = control.pointer()
     assert pointer is not None and shown["arms"][1]["generation"] == pointer.generation
     assert run(namespaces, "status", "ranker")["experiments"] == [shown]
+    arguments = parser_of_commands().parse_args(["experiment", "status"])
+    table, said = arguments.run(own, arguments, quiet)
+    assert [list(each.cells)[:2] for each in table.columns[:2]] == [
+        ["ranker"] * 2,
+        ["control", "other"],
+    ]
+    assert said == "holdout 5.00%, free 65.00% of all keys"
     assert run(namespaces, "stop", "ranker", "--reason", "a test")["state"] == "over"
     assert run(namespaces, "stop", "ranker")["state"] == "over"
     assert run(namespaces, "status")["free"] == 0.95
