@@ -23,6 +23,7 @@ from serving.generations.store_threads import StoreThreads
 from serving.http.exposition import Exposition
 from serving.http.service import Service
 from serving.lookup.l1_warmup import Warming
+from serving.near.near_metrics import NearMetrics
 from serving.process.worker_metrics import Peers
 from serving.quality.monitor import QualityMonitor
 from serving.ranking.filtered_lookup import FilteredLookup
@@ -49,7 +50,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     store = config.store()
 
     def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
-        return Snapshot.open(
+        snapshot = Snapshot.open(
             store,
             pointer.generation,
             epoch=pointer.epoch,
@@ -59,6 +60,9 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             threads=config.live_threads,
             cores=answering.cores,
         )
+        if answering.near is not None:
+            answering.near.check(snapshot)
+        return snapshot
 
     aside = ThreadPoolExecutor(
         1, "larder-next", initializer=step_back, initargs=(config.live_nice,)
@@ -121,6 +125,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         answering.lead, sketch, quality, refresher, nights,
     )  # fmt: skip
     parts.register()
+    if answering.near is not None:
+        metrics.registry.register(NearMetrics(answering.near))
     replica = name if peers is None else peers.replica
     dashboard = Dashboard(
         remote.control, GenerationHistory(store, releases.records), name=name,

@@ -1,5 +1,6 @@
 """The answering parts put together: tiers, live path and ladder."""
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from serving.lookup.ladder import Ladder
 from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import MicroBatcher, compute
 from serving.metrics.registry import Metrics
+from serving.near.near_matches import NearMatches
 from serving.usage.answer_sampling import Picks
 from serving.usage.request_observer import UsageObserver
 
@@ -45,6 +47,7 @@ class Answering:
     watch: UsageObserver
     ladder: Ladder
     executor: ThreadPoolExecutor
+    near: NearMatches | None
 
     @classmethod
     def of(cls, config: ServingConfig, name: str) -> "Answering":
@@ -71,13 +74,14 @@ class Answering:
             initializer=place_thread,
             initargs=(cores, config.live_nice),
         )
+        near = NearMatches(config.near) if config.near else None
         batcher = MicroBatcher(
             executor,
             workers=config.live_workers,
             max_batch=config.live_batch,
             max_queue=config.live_queue,
             max_queue_bytes=config.live_queue_bytes,
-            compute=compute,
+            compute=compute if near is None else functools.partial(compute, near=near),
             observe=metrics.inferred,
         )
         admission = Admission(
@@ -99,13 +103,15 @@ class Answering:
             lead=lead if config.lease_wait_ms else None,
             admit=admission.admit_live,
             spares_reads=config.overlay_reads == "auto",
+            reuses=frozenset(config.near),
         )
         watch = UsageObserver(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
         ladder = Ladder(
             tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
         )
         return cls(
-            metrics, cores, local, remote, tiers, batcher, admission, pulse, lead, inferences, watch, ladder, executor
+            metrics, cores, local, remote, tiers, batcher, admission, pulse, lead, inferences, watch, ladder, executor,
+            near,
         )  # fmt: skip
 
     async def aclose(self) -> None:

@@ -23,6 +23,7 @@ class Searcher:
     def __init__(self, index: Any, metric: Metric, threads: int) -> None:
         self.count: int = index.ntotal
         self.metric = metric
+        self.is_exact = isinstance(faiss.downcast_index(index), faiss.IndexFlat)
         self._index = index
         self._threads = threads
 

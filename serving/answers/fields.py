@@ -49,6 +49,9 @@ class Origin:
     reason: Annotated[str | None, Say("Why this is not a plain hit; `exhausted`: fewer than k were left", TOLD)] = None
     live: Annotated[str | None, Say("Why live did not answer, though it could; `overloaded`: left out", TOLD)] = None
     dropped_history: Annotated[int, Say("History ids the model does not know", TOLD)] = 0
+    near: Annotated[
+        float | None, Say("Distance of the input whose live answer this reuses, in lengths of its vector", TOLD)
+    ] = None
     stale: Annotated[str | None, Say("Why this replica may lag behind", TOLD)] = None
 
 

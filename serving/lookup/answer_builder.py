@@ -181,7 +181,8 @@ class Reply:
         reason = _NOWHERE if case.reason in _UNTOLD else case.reason
         case.answer = complete(
             prediction, snapshot, table, case.entity, source, producer, self._clock(),
-            reason=reason, live=case.live_reason, dropped_history=dropped or None, **told,
+            reason=reason, live=case.live_reason, dropped_history=dropped or None,
+            near=case.near if source is Source.LIVE else None, **told,
         )  # fmt: skip
         self._metrics.answered(table, source, self._timer() - turn.started)
         if source not in STORED:
@@ -197,7 +198,9 @@ class Reply:
     def _note(
         self, case: Case, snapshot: Snapshot, source: Source, producer: str, barred: Barred
     ) -> None:
-        """Offers the answer to the sampler, whose turn it rarely is."""
+        """Offers the answer to the sampler, whose turn it rarely is; what was reused has a measure of its own."""
+        if case.near is not None and source is Source.LIVE:
+            return
         picks = self._watch.picks
         picks.left -= 1
         if picks.left >= 0:
