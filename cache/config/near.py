@@ -18,6 +18,6 @@ class NearConfig:
     """Share of the reused answers that may differ from live's: in the first label, or by more than `overlap` allows."""
     overlap: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of live's list that a reused one has at least, else it counts as different."""
-    entries: Annotated[int, Field(ge=16, le=65_536)] = 4_096
-    """Number of recent answers that are kept of each kind of input (history, features or both), of each worker; 2 KiB
-    each and 4 bytes for each dimension, where a list has 100 items."""
+    entries: Annotated[int, Field(ge=16, le=65_536)] = 2_048
+    """Number of recent answers that are kept of each kind of input (history, features or both), of each worker: 4 bytes
+    for each dimension of the vector, and 32 for each item of a list."""

@@ -39,7 +39,7 @@ class ListSearch:
 
         -1 stands where there are no more.
         """
-        counts = np.maximum(self.counts(batch, blocked), min(depth, self.items.count))
+        counts = np.maximum(self.counts(batch, blocked), min(depth, self.searcher.depth_max))
         inside = blocked if self.searcher.filters(blocked) else None
         found: list[Ordinals] = [np.empty(0, np.int64)] * len(batch)
         for count in np.unique(counts).tolist():

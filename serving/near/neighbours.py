@@ -11,16 +11,15 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.recent_vectors import RecentVectors
+from cache.model.recent_vectors import Nearest, RecentVectors
 from serving.near.neighbourhoods import COUNT, FARTHEST, neighbourhood_of
 from serving.near.reuse_policy import Decision, ReusePolicy
 
 Answer = TypeVar("Answer")
-Outcome = Decision | Literal["far", "proven", "try"]
-"""Outcome of an input: no recent answer is near; one is shown to be its own; what the policy decided; or `try`: it is
-computed and judged, for the near answer has not yet been right for any other input."""
+Outcome = Decision | Literal["far", "proven"]
+"""Outcome of an input: no recent answer is near, one is shown to be its own, or what the policy decided."""
 
-JUDGED: tuple[Outcome, ...] = ("try", "learn", "audit")
+JUDGED: tuple[Outcome, ...] = ("learn", "audit")
 
 
 @dataclass(slots=True, eq=False)
@@ -34,21 +33,20 @@ class KeptAnswer(Generic[Answer]):
 
 
 class Near(NamedTuple, Generic[Answer]):
-    """A recent answer close to an input: its place in the index, and the distance in lengths of the input's vector."""
+    """A recent answer close to an input: its place in the index, and the distance in lengths of the input's vector.
+
+    `neighbourhood` is the number by which the policy knows it, as it was when it was found.
+    """
 
     kept: KeptAnswer[Answer]
     distance: float
     place: int
+    neighbourhood: int
 
     @property
     def answer(self) -> Answer:
         """The answer itself."""
         return self.kept.answer
-
-    @property
-    def neighbourhood(self) -> int:
-        """Number by which the policy knows how near it is, and where."""
-        return neighbourhood_of(self.distance, self.kept.margin)
 
 
 class Neighbours(Generic[Answer]):
@@ -75,24 +73,17 @@ class Neighbours(Generic[Answer]):
             if version < self._version:
                 return [None] * len(vectors)
             found = self._vectors.nearest(vectors)
-        return [
-            Near(each.entry, each.distance, each.place)
-            if each is not None and each.distance < min(FARTHEST, each.entry.limit)
-            else None
-            for each in found
-        ]
+        return [None if each is None else _near(each) for each in found]
 
     def may_use(self, near: Near[Answer]) -> bool:
         """True unless the policy leaves it in any case."""
         with self._lock:
             return self.policy.may_use(near.neighbourhood)
 
-    def decide(self, near: Near[Answer]) -> Outcome:
-        """Decides about a near answer: one that was never right for another input is tried, whatever others were."""
+    def decide(self, near: Near[Answer]) -> Decision:
+        """The policy's decision about a near answer."""
         with self._lock:
             self._vectors.touch(near.place)
-            if not near.kept.was_right and self.policy.may_use(near.neighbourhood):
-                return "try"
             return self.policy.decide(near.neighbourhood)
 
     def settle(
@@ -113,8 +104,7 @@ class Neighbours(Generic[Answer]):
         limit = math.inf
         with self._lock:
             if near is not None and outcome in JUDGED:
-                if outcome != "try":
-                    self.policy.judge(near.neighbourhood, is_audit=outcome == "audit", wrong=wrong)
+                self.policy.judge(near.neighbourhood, is_audit=outcome == "audit", wrong=wrong)
                 if not wrong:
                     near.kept.was_right = True
                     return
@@ -131,3 +121,11 @@ class Neighbours(Generic[Answer]):
         """Counts inputs by what became of them."""
         with self._lock:
             self._counts.update(outcomes)
+
+
+def _near(found: Nearest[KeptAnswer[Answer]]) -> Near[Answer] | None:
+    kept, distance = found.entry, found.distance
+    if not distance < min(FARTHEST, kept.limit):
+        return None
+    number = neighbourhood_of(distance, kept.margin, was_right=kept.was_right)
+    return Near(kept, distance, found.place, number)
