@@ -27,7 +27,7 @@ class Searcher:
         self.is_exact = isinstance(kind, faiss.IndexFlat)
         is_graph = isinstance(kind, faiss.IndexHNSW)
         self.depth_max: int = kind.hnsw.efSearch if is_graph else self.count
-        """Candidates up to which a search that is asked for more of them looks no further, and so finds the same ones."""
+        """Candidates up to which a search that is asked for more looks no further, and so finds the same ones first."""
         self._index = index
         self._threads = threads
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.model.recent_vectors import Nearest, RecentVectors
-from serving.near.neighbourhoods import COUNT, FARTHEST, neighbourhood_of
+from serving.near.closeness import FARTHEST, RANGES, range_of
 from serving.near.reuse_policy import Decision, ReusePolicy
 
 Answer = TypeVar("Answer")
@@ -24,24 +24,23 @@ JUDGED: tuple[Outcome, ...] = ("learn", "audit")
 
 @dataclass(slots=True, eq=False)
 class KeptAnswer(Generic[Answer]):
-    """A recent answer, its margin, the least distance at which it proved wrong, and if it ever proved right."""
+    """A recent answer, its margin, and the least distance at which it proved wrong."""
 
     answer: Answer
     margin: float
     limit: float
-    was_right: bool = False
 
 
 class Near(NamedTuple, Generic[Answer]):
     """A recent answer close to an input: its place in the index, and the distance in lengths of the input's vector.
 
-    `neighbourhood` is the number by which the policy knows it, as it was when it was found.
+    `closeness` is the range by which the policy knows it.
     """
 
     kept: KeptAnswer[Answer]
     distance: float
     place: int
-    neighbourhood: int
+    closeness: int
 
     @property
     def answer(self) -> Answer:
@@ -55,7 +54,7 @@ class Neighbours(Generic[Answer]):
     def __init__(
         self, error: float, entries: int, dims: int, rng: Random, counts: Counter[Outcome]
     ) -> None:
-        self.policy = ReusePolicy(error, COUNT, rng)
+        self.policy = ReusePolicy(error, RANGES, rng)
         self._vectors: RecentVectors[KeptAnswer[Answer]] = RecentVectors(entries, dims)
         self._counts = counts
         self._version = 0
@@ -78,13 +77,13 @@ class Neighbours(Generic[Answer]):
     def may_use(self, near: Near[Answer]) -> bool:
         """True unless the policy leaves it in any case."""
         with self._lock:
-            return self.policy.may_use(near.neighbourhood)
+            return self.policy.may_use(near.closeness)
 
     def decide(self, near: Near[Answer]) -> Decision:
         """The policy's decision about a near answer."""
         with self._lock:
             self._vectors.touch(near.place)
-            return self.policy.decide(near.neighbourhood)
+            return self.policy.decide(near.closeness)
 
     def settle(
         self,
@@ -104,9 +103,8 @@ class Neighbours(Generic[Answer]):
         limit = math.inf
         with self._lock:
             if near is not None and outcome in JUDGED:
-                self.policy.judge(near.neighbourhood, is_audit=outcome == "audit", wrong=wrong)
+                self.policy.judge(near.closeness, is_audit=outcome == "audit", wrong=wrong)
                 if not wrong:
-                    near.kept.was_right = True
                     return
                 limit = near.distance
                 near.kept.limit = min(near.kept.limit, limit)
@@ -127,5 +125,4 @@ def _near(found: Nearest[KeptAnswer[Answer]]) -> Near[Answer] | None:
     kept, distance = found.entry, found.distance
     if not distance < min(FARTHEST, kept.limit):
         return None
-    number = neighbourhood_of(distance, kept.margin, was_right=kept.was_right)
-    return Near(kept, distance, found.place, number)
+    return Near(kept, distance, found.place, range_of(distance, kept.margin))

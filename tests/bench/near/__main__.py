@@ -1,9 +1,10 @@
 """Near-match reuse beside live inference without it: answers/s through the micro-batcher, 256 callers.
 
-Each stream is of histories that no tier knows, half of them a recent one and one more item, over some 30,000 items x
-128 in a flat index; the policy has learned from the same stream before it is measured, and goes on learning.
+The stream is of histories of 30 items and more that no tier knows, half of them a recent one and one more item, over
+some 30,000 items x 128 in a flat index. The policy has learned from the same stream before it is measured, and goes on
+learning.
 
-- `live_vs_off`: answers/s with reuse over those without (at least 1.5 is wanted).
+- `live_vs_off`: answers/s with reuse over those without (at least 1.5 is wanted); by processor time in the figures.
 
 Figures: what became of the inputs, the share reused or proven, the error of what was reused by the policy's own audits
 (with its interval) and by computing every answer again.
@@ -11,6 +12,7 @@ Figures: what became of the inputs, the share reused or proven, the error of wha
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,9 +31,9 @@ from serving.generations.snapshot import Snapshot
 from serving.lookup.micro_batcher import Compute, Computed, Job, MicroBatcher, compute
 from serving.near.near_matches import NearMatches
 from serving.process.gc_tuning import settle
-from tests.bench.live import open_snapshot
+from tests.bench.live import Measured, compare, open_snapshot
 from tests.bench.near.stream import HistoryStream
-from tests.bench.tools.harness import Options, Report, alternate, parse
+from tests.bench.tools.harness import Options, Report, parse
 from tests.bench.tools.place import own_server
 from tests.integration.nights import UNTIL, histories, prepare, publish_night
 from tests.integration.serving_app import settings
@@ -67,22 +69,21 @@ def learn(near: NearMatches, stream: HistoryStream) -> int:
     return learned
 
 
-def rate(
+def through(
     runner: asyncio.Runner,
     pool: ThreadPoolExecutor,
     inference: Compute,
-    jobs: Callable[[], list[Job]],
-) -> Callable[[], float]:
-    """Answers per second of callers who each ask again as soon as they are answered."""
+    stream: Callable[[], list[Job]],
+) -> Measured:
+    """Callers through the micro-batcher who each ask again as soon as they are answered."""
     config = ServingConfig()
 
-    async def work(waiting: list[Job]) -> float:
+    async def work(jobs: list[Job]) -> None:
         batcher = MicroBatcher(
             pool, workers=config.live_workers, max_batch=config.live_batch, max_queue=config.live_queue,
             max_queue_bytes=config.live_queue_bytes, compute=inference,
         )  # fmt: skip
-        asked = iter(waiting)
-        loop = asyncio.get_running_loop()
+        asked = iter(jobs)
 
         async def caller() -> None:
             for job in asked:
@@ -90,11 +91,15 @@ def rate(
                 if not isinstance(answer, Computed):
                     raise TypeError(f"not an answer: {answer}")
 
-        began = loop.time()
         await asyncio.gather(*(caller() for _ in range(CALLERS)))
-        return len(waiting) / (loop.time() - began)
 
-    return lambda: runner.run(work(jobs()))
+    def run() -> tuple[float, float]:
+        jobs = stream()
+        began, spent = time.perf_counter(), time.process_time()
+        runner.run(work(jobs))
+        return time.perf_counter() - began, time.process_time() - spent
+
+    return run
 
 
 def true_error(
@@ -129,12 +134,10 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         jobs = functools.partial(stream.jobs, count)
-        report.ratios["live_vs_off"] = alternate(
-            rate(runner, pool, compute, jobs),
-            {"": rate(runner, pool, functools.partial(compute, near=near), jobs)},
-            rounds=options.rounds,
-            rounds_max=7 if options.quick else None,
-        )[""]
+        compare(
+            report, "live_vs_off", through(runner, pool, compute, jobs),
+            through(runner, pool, functools.partial(compute, near=near), jobs), options, answers=count,
+        )  # fmt: skip
     total = sum(near.counts[TABLE].values())
     for outcome, number in sorted(near.counts[TABLE].items()):
         report.figures[f"share of inputs: {outcome}"] = round(number / total, 4)

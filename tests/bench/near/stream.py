@@ -10,7 +10,8 @@ from serving.lookup.micro_batcher import Job
 
 SHARE = 0.5
 """Share of near-duplicates."""
-LONGEST = 40
+LENGTH = 30
+"""Items of a history, at least: one more moves its vector by a tenth or so."""
 RECENT = 500
 """Histories of which a near-duplicate may be one."""
 
@@ -24,7 +25,6 @@ class HistoryStream:
         self._snapshot = snapshot
         self._table = table
         self._known = [each for each in known if len(each) >= 5]
-        self._items = [item for each in self._known for item in each]
         self._recent: deque[list[str]] = deque(maxlen=RECENT)
         self._rng = random.Random(seed)
 
@@ -40,8 +40,8 @@ class HistoryStream:
         rng = self._rng
         if self._recent and rng.random() < SHARE:
             return [*rng.choice(self._recent), rng.choice(rng.choice(self._known))]
-        history = list(rng.choice(self._known))[-LONGEST:]
-        for _ in range(3):
-            history[rng.randrange(len(history))] = rng.choice(self._items)
+        history: list[str] = []
+        while len(history) < LENGTH:
+            history += rng.choice(self._known)
         self._recent.append(history)
         return history
