@@ -20,4 +20,4 @@ class NearConfig:
     """Share of live's list that a reused one has at least, else it counts as different."""
     entries: Annotated[int, Field(ge=16, le=65_536)] = 2_048
     """Number of recent answers that are kept of each kind of input (history, features or both), of each worker: 4 bytes
-    for each dimension of the vector, and 16 for each item of a list."""
+    for each dimension of the vector, and 8 for each item of a list."""

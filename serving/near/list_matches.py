@@ -12,7 +12,7 @@ from cache.model.list_search import ListSearch
 from cache.model.predictor import Predictor, Prepared
 from serving.near.neighbours import JUDGED, Near, Neighbours, Outcome
 
-DEPTH = 4
+DEPTH = 2
 """Candidates kept of a search, in lengths of a list: the more, the farther away they still hold the best ones."""
 DEPTH_MAX = 512
 _ULP = 2.0**-23
