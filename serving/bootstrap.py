@@ -25,6 +25,7 @@ from serving.lookup.service import LookupService
 from serving.metrics.event_counters import Events
 from serving.metrics.registry import Metrics
 from serving.namespace import HeldNamespace, ServedArm
+from serving.near.near_metrics import NearMetrics
 from serving.process.worker_metrics import Peers
 from serving.quality.monitor import QualityMonitor
 from serving.ranking.filtered_lookup import FilteredLookup
@@ -50,8 +51,9 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     reading = StoreThreads()
     host = Host(config.store().local(""), reading)
     hold = partial(
-        HeldNamespace.of, cores=answering.cores, host=host, aside=aside, in_thread=reading
-    )
+        HeldNamespace.of, cores=answering.cores, host=host, aside=aside, in_thread=reading,
+        near=answering.near,
+    )  # fmt: skip
     own = hold(config, name, keyed, metrics=metrics, flipped=answering.local.absences.flipped)
     store, clock, shelf, follower = own.store, own.clock, own.shelf, own.follower
     refresher = own.refresher
@@ -75,6 +77,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         keyed.lead, own.sketch, quality, refresher, nights,
     )  # fmt: skip
     parts.register()
+    if answering.near is not None:
+        metrics.registry.register(NearMetrics(answering.near))
     replica = name if peers is None else peers.replica
     dashboard = Dashboard(
         remote.control, GenerationHistory(store, releases.records), name=name,

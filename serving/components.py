@@ -1,5 +1,6 @@
 """The answering parts put together: tiers, live path and ladder."""
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from serving.lookup.ladder import Ladder
 from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import MicroBatcher, compute
 from serving.metrics.registry import Metrics
+from serving.near.near_matches import NearMatches
 from serving.usage.answer_sampling import Picks
 from serving.usage.request_observer import UsageObserver
 
@@ -57,6 +59,7 @@ class Answering:
     pulse: Pulse
     executor: ThreadPoolExecutor
     keyed: Keyed
+    near: NearMatches | None
 
     @classmethod
     def of(cls, config: ServingConfig, name: str) -> "Answering":
@@ -72,13 +75,14 @@ class Answering:
             initializer=place_thread,
             initargs=(cores, config.live_nice),
         )
+        near = NearMatches(config.near) if config.near else None
         batcher = MicroBatcher(
             executor,
             workers=config.live_workers,
             max_batch=config.live_batch,
             max_queue=config.live_queue,
             max_queue_bytes=config.live_queue_bytes,
-            compute=compute,
+            compute=compute if near is None else functools.partial(compute, near=near),
             observe=metrics.inferred,
         )
         admission = Admission(
@@ -92,7 +96,7 @@ class Answering:
         local = LocalTier(config.l1_bytes)
         watch = UsageObserver(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
         keyed = _keyed(config, name, local, batcher, admission, metrics, watch)
-        return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed)
+        return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed, near)
 
     def of_namespace(self, config: ServingConfig, name: str) -> Keyed:
         """The parts that read another namespace's keys; L1, processors, admission and counts are those of all."""
@@ -135,6 +139,7 @@ def _keyed(
         lead=lead if config.lease_wait_ms else None,
         admit=admission.admit_live,
         spares_reads=config.overlay_reads == "auto",
+        reuses=frozenset(config.near),
     )
     ladder = Ladder(
         tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch

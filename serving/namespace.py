@@ -18,6 +18,7 @@ from serving.generations.store_threads import InThread
 from serving.lookup.l1_warmup import Warming
 from serving.lookup.service import LookupService
 from serving.metrics.registry import Metrics
+from serving.near.near_matches import NearMatches
 from serving.replica.background import Refresher
 from serving.replica.canary_router import CanaryRouter
 from serving.replica.heartbeat import Heartbeat
@@ -50,13 +51,14 @@ class HeldNamespace:
         host: Host,
         aside: Executor,
         in_thread: InThread,
+        near: NearMatches | None,
         flipped: Callable[[str], None] = lambda _before: None,
     ) -> Self:
         """All parts, `name` for a replica; nothing is read yet. `metrics` are those of this namespace alone."""
         store, control, ladder = config.store(), keyed.remote.control, keyed.ladder
 
         def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
-            return Snapshot.open(
+            snapshot = Snapshot.open(
                 store,
                 pointer.generation,
                 epoch=pointer.epoch,
@@ -66,6 +68,9 @@ class HeldNamespace:
                 threads=config.live_threads,
                 cores=cores,
             )
+            if near is not None:
+                near.check(snapshot)
+            return snapshot
 
         clock = RedisClock()
         sketch = Sketch(control, ladder.recent, lambda: shelf.live, clock)

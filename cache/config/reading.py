@@ -181,8 +181,9 @@ def _sections(annotation: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}: {error.message}", **error.details) from error
     if get_origin(annotation) is dict:
         if not isinstance(value, Mapping):
+            name = where.rpartition("[")[2][:-1]
             raise ConfigError(
-                f"{where.partition(' [')[0]}: tables must hold one section per table, e.g. [tables.user_topk], "
+                f"{where.partition(' [')[0]}: {name} must hold one section per table, e.g. [{name}.user_topk], "
                 f"not {value!r}"
             )
         kind = get_args(annotation)[1]

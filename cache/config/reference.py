@@ -46,7 +46,11 @@ def page() -> str:
         parts += _part(
             "`[tables.NAME]`" if name == "tables" else f"`[{name}]`", kind, fields_of(kind)
         )
-    parts += _part("`[serving]`", ServingConfig, fields_of(ServingConfig).keys() - inherited.keys())
+    within = sections_of(ServingConfig)
+    chosen = fields_of(ServingConfig).keys() - inherited.keys() - within.keys()
+    parts += _part("`[serving]`", ServingConfig, chosen)
+    for name, kind in within.items():
+        parts += _part(f"`[serving.{name}.TABLE]`", kind, fields_of(kind))
     return "\n".join(parts)
 
 

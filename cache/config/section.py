@@ -56,9 +56,10 @@ def variable(name: str) -> str:
 
 
 def variables(kind: type[Any]) -> dict[str, str]:
-    """Environment variables of a section, by setting."""
+    """Environment variables of a section, by setting; sections within it have none."""
     read = getattr(kind, "FROM_ENVIRONMENT", ())
-    return {name: variable(name) for name in (fields_of(kind) if read is None else read)}
+    named = fields_of(kind).keys() - sections_of(kind).keys() if read is None else read
+    return {name: variable(name) for name in fields_of(kind) if name in named}
 
 
 def sections_of(kind: type[Any]) -> dict[str, type[Any]]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from cache.config.near import NearConfig
 from cache.config.peers import Bounds
 from cache.config.section import Share, section
 from cache.config.shared import SharedConfig
@@ -194,6 +195,7 @@ class ServingConfig(SharedConfig, Bounds):
     rerank: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Re-rankings that requests may name, one section each with `boost`, `diversify` or both, such as
     `[serving.rerank.varied]` with `diversify = {attribute = "brand", most = 2}`."""
+    near: dict[str, NearConfig] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,7 +228,16 @@ class ServingConfig(SharedConfig, Bounds):
 
         file = ConfigFile.named(environ)
         values = file.above(SharedConfig) | dict(file.section("serving"))
-        return read(cls, values, file, environ, table="serving", **overrides)
+        config = read(cls, values, file, environ, table="serving", **overrides)
+        tables = file.section("tables")
+        for name in config.near if tables else ():
+            if name not in tables:
+                raise ConfigError(
+                    f"{file.path} [serving.near.{name}]: there is no table {name!r}; [tables] has "
+                    f"{', '.join(sorted(tables))}",
+                    field="near",
+                )
+        return config
 
     def bounds(self, connections_max: int) -> Bounds:
         """Bounds on what one peer may cost, with room for so many connections."""

@@ -23,6 +23,11 @@ class Searcher:
     def __init__(self, index: Any, metric: Metric, threads: int) -> None:
         self.count: int = index.ntotal
         self.metric = metric
+        kind = faiss.downcast_index(index)
+        self.is_exact = isinstance(kind, faiss.IndexFlat)
+        is_graph = isinstance(kind, faiss.IndexHNSW)
+        self.depth_max: int = kind.hnsw.efSearch if is_graph else self.count
+        """Candidates up to which a search that is asked for more looks no further, and so finds the same ones first."""
         self._index = index
         self._threads = threads
 

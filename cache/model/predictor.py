@@ -13,11 +13,12 @@ from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Model, Table
 from cache.format.records.codec import encode_numbers, encode_topk
-from cache.format.records.layout import FLAG_LIVE
+from cache.format.records.layout import FLAG_LIVE, Layout
 from cache.model.candidate_search import Searcher
 from cache.model.feature_checks import stack_features
 from cache.model.input_preparation import LiveInput, Prepared, prepare_all
-from cache.model.ranking import Metric, rank, score
+from cache.model.list_search import ListSearch, Ranked
+from cache.model.ranking import Metric, score
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 
@@ -114,22 +115,63 @@ class Predictor:
         blocked: NDArray[np.int64] = _NOTHING,
     ) -> list[bytes]:
         """Predicts one record per input, marked live, in the table's layout; raises UnfitValue for unfit numbers."""
-        layout = self._tables[table].layout
-        prints = np.array(fingerprints, np.uint64)
         outputs = self.vectors(batch)
-        if layout.kind == "topk":
-            found = self._best(table, batch, outputs, layout.width, blocked)
-            records = encode_topk(layout, prints, *found, scored_at, flags=FLAG_LIVE)
-        else:
-            records = encode_numbers(layout, prints, outputs, scored_at, flags=FLAG_LIVE)
-        data, size = records.tobytes(), layout.size_bytes
-        return [data[start : start + size] for start in range(0, len(data), size)]
+        if self._tables[table].kind != "topk":
+            return self.numbers(table, outputs, fingerprints, scored_at)
+        search = self.search(table)
+        candidates = search.candidates(batch, outputs, blocked)
+        best = search.best(batch, outputs, candidates, blocked)
+        return self.lists(table, best, fingerprints, scored_at)
 
     def vectors(self, batch: Sequence[Prepared]) -> NDArray[np.float32]:
         """The tower's outputs float32 [n, dims] for inputs prepared for the same table."""
         tower = self._tower(batch[0].table)
         inputs = {each.name: _column(each, batch) for each in tower.spec.inputs}
         return tower.run(inputs)
+
+    def search(self, table: str) -> ListSearch:
+        """Search for the lists of a top-K table."""
+        found, width = self._tables[table], self._tables[table].layout.width
+        return ListSearch(self._searchers[str(found.producer.index)], self._items, width)
+
+    def lists(
+        self, table: str, best: Ranked, fingerprints: Sequence[int], scored_at: int
+    ) -> list[bytes]:
+        """A record of a top-K table for each row of `best`."""
+        layout, prints = self._tables[table].layout, np.array(fingerprints, np.uint64)
+        return _split(layout, encode_topk(layout, prints, *best, scored_at, flags=FLAG_LIVE))
+
+    def numbers(
+        self,
+        table: str,
+        outputs: NDArray[np.float32],
+        fingerprints: Sequence[int],
+        scored_at: int,
+    ) -> list[bytes]:
+        """A record of a vector or value table for each row of outputs."""
+        layout, prints = self._tables[table].layout, np.array(fingerprints, np.uint64)
+        return _split(layout, encode_numbers(layout, prints, outputs, scored_at, flags=FLAG_LIVE))
+
+    def takes_numbers_alone(self, table: str) -> bool:
+        """True if the table's model takes features that are float32, and nothing else."""
+        inputs = self._tower(table).spec.inputs
+        return all(each.bind == "feature" and each.dtype == "float32" for each in inputs)
+
+    def sent_vectors(self, table: str, batch: Sequence[Prepared]) -> NDArray[np.float32]:
+        """Numbers float32 [n, dims] that were sent to a model that takes numbers alone, side by side."""
+        columns = [
+            stack_features(each, [prepared.features[each.name] for prepared in batch])
+            for each in self._tower(table).spec.inputs
+        ]
+        return np.concatenate([each.reshape(len(batch), -1) for each in columns], axis=1)
+
+    def sent_dims(self, table: str) -> int:
+        """Width of what `sent_vectors` makes."""
+        return sum(each.width or 1 for each in self._tower(table).spec.inputs)
+
+    def output_dims(self, table: str) -> int:
+        """Width of the vectors that the table's model makes."""
+        return self._tower(table).spec.output_dims
 
     def score_vector(
         self, table: str, vector: NDArray[np.float32], ordinals: NDArray[np.int64]
@@ -154,42 +196,19 @@ class Predictor:
                 prepared = Prepared(name, np.zeros(length, np.int64), blank, 0, _NOTHING, 0)
                 output = self.vectors([prepared])
                 if table.kind == "topk":
-                    self._best(name, [prepared], output, table.layout.width, _NOTHING)
+                    search = self.search(name)
+                    found = search.candidates([prepared], output, _NOTHING)
+                    search.best([prepared], output, found, _NOTHING)
 
     def _tower(self, table: str) -> Tower:
         if not self.supports(table):
             raise InvalidInput(f"table {table!r} has no live producer", table=table)
         return self._towers[str(self._tables[table].producer.model)]
 
-    def _best(
-        self,
-        table: str,
-        batch: Sequence[Prepared],
-        vectors: NDArray[np.float32],
-        k: int,
-        blocked: NDArray[np.int64],
-    ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        searcher = self._searchers[str(self._tables[table].producer.index)]
-        inside = searcher.filters(blocked)
-        outside = _NOTHING if inside else blocked
-        excluded = [each.excluded for each in batch]
-        if len(outside):
-            excluded = [np.concatenate([each, outside]) for each in excluded]
-        counts = searcher.fetch(k, np.array([len(each) for each in excluded]))
-        ordinals = np.empty((len(batch), k), np.uint32)
-        scores = np.empty((len(batch), k), np.float32)
-        for count in np.unique(counts):
-            rows = np.flatnonzero(counts == count)
-            candidates = searcher.search(vectors[rows], int(count), blocked if inside else None)
-            ordinals[rows], scores[rows] = rank(
-                vectors[rows],
-                self._items.vectors,
-                candidates,
-                [excluded[row] for row in rows],
-                k,
-                metric=searcher.metric,
-            )
-        return ordinals, scores
+
+def _split(layout: Layout, records: NDArray[Any]) -> list[bytes]:
+    data, size = records.tobytes(), layout.size_bytes
+    return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 def _file(model: Model, precision: ModelPrecision) -> tuple[ModelPrecision, str]:

@@ -50,6 +50,9 @@ class Origin:
     live: Annotated[str | None, Say("Why live did not answer, though it could; `overloaded`: left out", TOLD)] = None
     dropped_history: Annotated[int, Say("History ids the model does not know", TOLD)] = 0
     reranked: Annotated[str | None, Say("What changed the order: `boost`, `diversify` or both, with `+`", TOLD)] = None
+    near: Annotated[
+        float | None, Say("Distance of the input whose live answer this reuses, in lengths of its vector", TOLD)
+    ] = None
     stale: Annotated[str | None, Say("Why this replica may lag behind", TOLD)] = None
     experiment: Annotated[str | None, Say("Experiment that the request's key is in", TOLD)] = None
     arm: Annotated[str | None, Say("Arm of it that answered", TOLD)] = None

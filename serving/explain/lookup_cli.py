@@ -40,6 +40,8 @@ def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
     age = f"{answer['age_seconds']:,.0f} s old"
     about = ", ".join([f"{found} from {answer['source']}", *told, answer["generation"], age])
     yield f"{answer['table']} {answer['id']}: {about}"
+    if (near := answer.get("near")) is not None:
+        yield f"       the answer to an input {near:.3g} away was reused ([serving.near])"
     if dropped := answer.get("dropped_history"):
         yield f"       {dropped} of the history are no items of this generation, and count for nothing"
     if answer["source"] == "default" and answer.get("reason") == "not_in_generation":

@@ -204,7 +204,7 @@ class Reply:
         case.answer = complete(
             prediction, snapshot, table, case.entity, source, producer, self._clock(),
             reason=reason, live=case.live_reason, dropped_history=dropped or None,
-            reranked=turn.reranked(snapshot), **told,
+            reranked=turn.reranked(snapshot), near=case.near if source is Source.LIVE else None, **told,
         )  # fmt: skip
         self._metrics.answered(table, source, self._timer() - turn.started)
         if source not in STORED:
@@ -226,8 +226,11 @@ class Reply:
         barred: Barred,
         turn: Turn,
     ) -> None:
-        """Offers the answer to the sampler, whose turn it rarely is, unless it is not the list that was computed."""
-        if turn.options.is_reshaped:
+        """Offers the answer to the sampler, whose turn it rarely is, unless it is not what was computed for it.
+
+        What was reused has a measure of its own.
+        """
+        if turn.options.is_reshaped or (case.near is not None and source is Source.LIVE):
             return
         picks = self._watch.picks
         picks.left -= 1

@@ -59,7 +59,8 @@ class Partial(NamedTuple):
 class Case:
     """Case of one entity: `reason` says why there is no plain hit, `live_reason` why live had an input and no answer.
 
-    `dropped` counts the ids of the history that the model lacked, where live has counted them.
+    `dropped` counts the ids of the history that the model lacked, where live has counted them. `near` is the distance
+    of the input whose answer live reused; where `is_exact`, none will do.
     """
 
     entity: RequestedEntity
@@ -73,6 +74,8 @@ class Case:
     answer: Answer | None = None
     dropped: int | None = None
     partial: Partial | None = None
+    near: float | None = None
+    is_exact: bool = False
     _history: tuple[str, History] | None = None
 
     def take(self, outcome: Outcome) -> None:
@@ -109,6 +112,11 @@ class Case:
             and self.entity.raw is not None
             and self.reason != MissReason.ENTITY_BLOCKED
         )
+
+    @property
+    def may_reuse(self) -> bool:
+        """True if the answer to an input close by will do: never for an id that the night knows."""
+        return self.want.position < 0 and not self.is_exact
 
     def may_compute(self, snapshot: Snapshot) -> bool:
         """True if it is not blocked, has an input and its table a producer; the model itself may still be down."""

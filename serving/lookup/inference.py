@@ -42,8 +42,8 @@ class Batcher(Protocol):
         """Outcome of one job; raises LiveUnavailable where there is none."""
 
 
-Key = tuple[str, str, int | bytes, bytes]
-"""Generation, table, entity and digest of the input: what one inference answers."""
+Key = tuple[str, str, int | bytes, bytes, bool]
+"""Generation, table, entity and digest of the input, and if another's answer will do: what one inference answers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +58,8 @@ class Inferences:
     lead: Lead | None = None
     admit: Callable[[], bool] = lambda: True
     spares_reads: bool = False
+    reuses: frozenset[str] = frozenset()
+    """Tables whose answers to inputs close by may be reused."""
     repeats: Repeats = field(init=False, default_factory=Repeats)
     flights: SingleFlight[Key, Computed] = field(init=False, default_factory=SingleFlight)
     _jobs: dict[Key, Job] = field(init=False, default_factory=dict)
@@ -99,7 +101,8 @@ class Inferences:
         A future per entity, and no task unless others may compute it.
         """
         want, table = case.want, case.table.name
-        lead, key = self.lead, (snapshot.generation, table, want.key, case.digest)
+        may_reuse = table in self.reuses and case.may_reuse and case.reason in _LOOKED_UP
+        lead, key = self.lead, (snapshot.generation, table, want.key, case.digest, may_reuse)
         if (job := self._jobs.get(key)) is not None:
             job.deadline = max(job.deadline, deadline)
         joins = key in self.flights
@@ -110,7 +113,9 @@ class Inferences:
         is_led = want.position < 0 and case.reason in SHARED
 
         def work() -> asyncio.Future[Computed]:
-            job = Job(snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline)
+            job = Job(
+                snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline, may_reuse=may_reuse
+            )  # fmt: skip
             self._jobs[key] = job
             if lead is None or not is_led:
                 computing = self._infer(job, case)
@@ -137,10 +142,16 @@ class Inferences:
         unknown, outage = case.want.position < 0, case.reason in STANDS_IN
 
         def keep(done: asyncio.Future[Computed]) -> None:
-            if (unknown or outage) and not done.cancelled() and done.exception() is None:
+            if not (unknown or outage) or done.cancelled() or done.exception() is not None:
+                return
+            computed = done.result()
+            if computed.near is None:
                 ttl_s = self.overlay_ttl_s if unknown else self.outage_ttl_s
-                record, view = done.result().record, job.snapshot.view
-                self.tiers.put_live(view, case.want, record, case.digest, ttl_s, mark)
+                view = job.snapshot.view
+                self.tiers.put_live(view, case.want, computed.record, case.digest, ttl_s, mark)
+            elif mark is not None and self.lead is not None:
+                # Kept nowhere, for it was not computed from this input: others compute, or reuse, at once.
+                self.lead.give_back(mark)
 
         computing = asyncio.ensure_future(self.batcher.infer(job))
         computing.add_done_callback(keep)

@@ -208,7 +208,7 @@ class Ladder:
 
     def _take_live(self, case: Case, snapshot: Snapshot, computed: Computed, turn: Turn) -> None:
         missed = case.reason
-        case.dropped = computed.dropped
+        case.dropped, case.near = computed.dropped, computed.near
         try:
             record = case.decoded(snapshot, computed.record)
             self.reply.answer(case, snapshot, record, Source.LIVE, turn)

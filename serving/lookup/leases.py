@@ -122,7 +122,7 @@ class Lead:
             computed = await compute(mark)
         except BaseException:
             # No answer: somebody else may try at once.
-            self._give_back(mark)
+            self.give_back(mark)
             raise
         finally:
             del self._held[mark]
@@ -134,7 +134,8 @@ class Lead:
         if self._renewal is None:
             self._renew_later()
 
-    def _give_back(self, mark: Mark) -> None:
+    def give_back(self, mark: Mark) -> None:
+        """Ends a lease under which nothing was stored: somebody else may try at once."""
         self._leases.lease(LeaseSwap(mark.key, mark.token, GIVEN_BACK, 1))
 
     async def _follow(

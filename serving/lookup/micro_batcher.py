@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from cache.model.predictor import LiveInput, Predictor, Prepared
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_cost import Cost
+from serving.near.near_matches import NearInput, NearMatches, kind_of
 
 
 class LiveUnavailable(Exception):
@@ -34,14 +35,20 @@ class Job:
     size_bytes: int
     deadline: float = math.inf
     queued_at: float = 0.0
+    may_reuse: bool = False
+    """True if the answer to an input close by will do."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """Record that live made of an input; `dropped` counts the history's ids that the model lacks, None: not counted."""
+    """Record that live made of an input; `dropped` counts the history's ids that the model lacks, None: not counted.
+
+    `near` is the distance of the input whose answer it reuses, None where it was computed.
+    """
 
     record: bytes
     dropped: int | None = None
+    near: float | None = None
 
 
 Outcome = Computed | Exception
@@ -210,7 +217,12 @@ def _resolve(batch: Sequence[Place], outcomes: Sequence[Outcome]) -> None:
             done.set_exception(outcome)
 
 
-def compute(jobs: Sequence[Job], *, clock: Callable[[], float] = time.time) -> list[Outcome]:
+def compute(
+    jobs: Sequence[Job],
+    *,
+    near: NearMatches | None = None,
+    clock: Callable[[], float] = time.time,
+) -> list[Outcome]:
     """Runs one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
     snapshot, table = jobs[0].snapshot, jobs[0].table
     predictor = snapshot.predictor
@@ -227,7 +239,9 @@ def compute(jobs: Sequence[Job], *, clock: Callable[[], float] = time.time) -> l
             ready.append((place, prepared))
         elif prepared is not None:
             outcomes[place] = prepared
-    _predict(predictor, jobs, ready, outcomes, int(clock()))
+    if near is not None and not near.covers(snapshot, table):
+        near = None
+    _predict(predictor, jobs, ready, outcomes, int(clock()), near)
     return outcomes
 
 
@@ -237,16 +251,24 @@ def _predict(
     ready: Sequence[tuple[int, Prepared]],
     outcomes: list[Outcome],
     scored_at: int,
+    near: NearMatches | None,
 ) -> None:
     if not ready:
         return
+    snapshot, table = jobs[0].snapshot, jobs[0].table
     try:
+        if near is not None:
+            inputs = [_near_input(jobs[place], prepared) for place, prepared in ready]
+            found = near.predict(snapshot, table, inputs, scored_at)
+            for (place, prepared), (record, distance) in zip(ready, found, strict=True):
+                outcomes[place] = Computed(record, prepared.dropped, distance)
+            return
         records = predictor.predict(
-            jobs[0].table,
+            table,
             [prepared for _, prepared in ready],
             [jobs[place].fingerprint for place, _ in ready],
             scored_at,
-            blocked=jobs[0].snapshot.blocked_ordinals,
+            blocked=snapshot.blocked_ordinals,
         )
         for (place, prepared), record in zip(ready, records, strict=True):
             outcomes[place] = Computed(record, prepared.dropped)
@@ -255,7 +277,11 @@ def _predict(
             outcomes[ready[0][0]] = _without_frames(error)
             return
         for one in ready:
-            _predict(predictor, jobs, [one], outcomes, scored_at)
+            _predict(predictor, jobs, [one], outcomes, scored_at, near)
+
+
+def _near_input(job: Job, prepared: Prepared) -> NearInput:
+    return NearInput(prepared, job.fingerprint, kind_of(job.source) if job.may_reuse else None)
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -17,7 +17,7 @@ from serving.generations.snapshot import Snapshot
 from serving.metrics.event_counters import by_label
 from serving.quality.aggregates import Cell, Key, packed
 from serving.quality.comparison import AnswerSample
-from serving.quality.drift import ALPHA, Drift
+from serving.sequential.drift import ALPHA, Drift
 
 FLOOR = 0.5
 """Overlap that must be reached where the night has measured none."""

@@ -39,6 +39,8 @@ class FilteredLookup:
         holding = holding.pinned(ask.options.generation)
         cases = await cases_of(holding.live, ask)
         turn = Turn.of(ask.options, started)
+        for case in cases:
+            case.is_exact = True
         await self._filters.apply(holding, cases, turn)
         await self._ladder.resolve(holding, cases, turn)
         if waiting := [case for case in cases if case.answer is None]:

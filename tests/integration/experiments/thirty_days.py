@@ -129,7 +129,7 @@ class HeldByReplica:
         )  # fmt: skip
         self.service = LookupService(
             follower=self.follower, trial=CanaryRouter(shelf, metrics), ladder=self.world.ladder,
-            filtered=cast(Any, None), metrics=metrics, limits=LIMITS, body_bytes=1, body_timeout_s=1.0,
+            reshaped=cast(Any, None), metrics=metrics, limits=LIMITS, body_bytes=1, body_timeout_s=1.0,
             tiers=self.world.tiers, l2_bound_s=lambda: 1.0, admission=cast(Any, None),
         )  # fmt: skip
 

@@ -1,0 +1,99 @@
+"""Lists of a top-K table from vectors: candidates out of its index, and their exact re-score."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.item_table import ItemTable
+from cache.model.candidate_search import Searcher
+from cache.model.input_preparation import Prepared
+from cache.model.ranking import rank, score
+
+Vectors = NDArray[np.float32]
+Ordinals = NDArray[np.int64]
+Ranked = tuple[NDArray[np.uint32], Vectors]
+"""Ordinals and scores [n, width], best first; unused slots are NO_ITEM and 0."""
+
+_ROWS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ListSearch:
+    """Search for lists of `width` items; in two steps, so that the first may be spared. Thread-safe."""
+
+    searcher: Searcher
+    items: ItemTable
+    width: int
+
+    def counts(self, batch: Sequence[Prepared], blocked: Ordinals) -> Ordinals:
+        """Number of candidates [n] that are sure to hold a whole list of each input, without what it leaves out."""
+        excluded = self._excluded(batch, blocked)
+        return self.searcher.fetch(self.width, np.array([len(each) for each in excluded]))
+
+    def candidates(
+        self, batch: Sequence[Prepared], vectors: Vectors, blocked: Ordinals, *, depth: int = 0
+    ) -> list[Ordinals]:
+        """Ordinals that the index finds for each vector, best first: what `counts` says, or `depth` if that is more.
+
+        -1 stands where there are no more.
+        """
+        counts = np.maximum(self.counts(batch, blocked), min(depth, self.searcher.depth_max))
+        inside = blocked if self.searcher.filters(blocked) else None
+        found: list[Ordinals] = [np.empty(0, np.int64)] * len(batch)
+        for count in np.unique(counts).tolist():
+            rows = np.flatnonzero(counts == count)
+            searched = self.searcher.search(vectors[rows], count, inside)
+            for row, each in zip(rows.tolist(), searched, strict=True):
+                found[row] = each
+        return found
+
+    def best(
+        self,
+        batch: Sequence[Prepared],
+        vectors: Vectors,
+        candidates: Sequence[Ordinals],
+        blocked: Ordinals,
+    ) -> Ranked:
+        """The best of each input's candidates, without what it leaves out."""
+        excluded = self._excluded(batch, blocked)
+        ordinals = np.empty((len(batch), self.width), np.uint32)
+        scores = np.empty((len(batch), self.width), np.float32)
+        counts = np.array([len(each) for each in candidates])
+        for count in np.unique(counts).tolist():
+            rows = np.flatnonzero(counts == count).tolist()
+            ordinals[rows], scores[rows] = rank(
+                vectors[rows],
+                self.items.vectors,
+                np.stack([candidates[row] for row in rows]),
+                [excluded[row] for row in rows],
+                self.width,
+                metric=self.searcher.metric,
+            )
+        return ordinals, scores
+
+    def scores(self, vectors: Vectors, ordinals: Ordinals) -> Vectors:
+        """float32 [n] score of one item for each vector."""
+        found = score(vectors, self.items.vectors, ordinals[:, None], self.searcher.metric)
+        return found[:, 0]
+
+    def reach(self) -> float | None:
+        """The most that an item's score can change over a distance of one; None unless the index is exact.
+
+        The length of the longest item (Cauchy-Schwarz). It reads all vectors: ask once.
+        """
+        if not self.searcher.is_exact:
+            return None
+        if self.searcher.metric == "cosine":
+            return 1.0
+        vectors, count = self.items.vectors, self.items.count
+        parts = (np.asarray(vectors[at : at + _ROWS]) for at in range(0, count, _ROWS))
+        squares = [float(np.einsum("nd,nd->n", part, part).max()) for part in parts]
+        return float(max(squares, default=0.0) ** 0.5)
+
+    def _excluded(self, batch: Sequence[Prepared], blocked: Ordinals) -> list[Ordinals]:
+        """Ordinals that the re-score leaves out of each list: many blocked ones the index has left out itself."""
+        if not len(blocked) or self.searcher.filters(blocked):
+            return [each.excluded for each in batch]
+        return [np.concatenate([each.excluded, blocked]) for each in batch]

@@ -1,0 +1,137 @@
+"""Policy of near-match reuse: how close an answer must be to be reused, learned from judged samples. Pure.
+
+A sample is judged where live computes an answer although one is near: it was wrong if the two differ. Closeness comes
+in ranges, 0 the farthest. Four rules hold the error below the bound:
+
+- a range is reused only if its own samples, at least 2 / error of them, were wrong at most half as often as the bound
+  allows: nothing closer, farther or elsewhere speaks for what it says against itself;
+- and only if it lies within one from which on, with all that is closer, the highest that the mean chance of being wrong
+  may be is within the bound, looked at after each sample (`error_rate.highest`). What is closer is judged at most as
+  often as what is farther and has shown the same, so the mean over what is reused is no higher;
+- of what could be reused a share is computed all the same, drawn by a coin that no caller sees. One such audit that
+  proves wrong, and its range and all that lean on it start anew, at a smaller part of alpha; nothing at all is reused
+  until `DOUBTS` audits in a row were right. Whoever was right for long and turns costs 1 / AUDITED wrong answers;
+- the audits are an error measured with its interval, and feed a test for drift. Once either shows that the error is
+  above the bound, nothing is reused any more in all of the generation's life.
+
+(Deciding by judged samples when a stored answer may be reused: Schroeder et al., "vCache: Verified Semantic Prompt
+Caching", 2025, which fits a curve of the error to similarity for each entry; here nothing is assumed of it.)
+"""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from serving.sequential.drift import Drift
+from serving.sequential.error_rate import highest, lowest
+
+Decision = Literal["reuse", "audit", "learn", "leave"]
+"""`reuse` the near answer; `audit` or `learn`: compute, and judge it; `leave`: compute, there is nothing to learn."""
+
+ALPHA = 0.05
+"""Chance that the bound of any range is ever too low, in a generation's life."""
+
+ALPHA_OFF = 1e-3
+"""Chance of turning off although the error is within the bound."""
+
+AUDITED = 0.05
+"""Share of what could be reused that is computed and judged instead."""
+
+DOUBTS = 100
+"""Audits in a row that must be right after one that was wrong; meanwhile all that could be reused is audited."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """Samples since the last start anew."""
+
+    judged: int = 0
+    wrong: int = 0
+    starts: int = 1
+
+    def add(self, *, wrong: bool) -> None:
+        """Adds one."""
+        self.judged += 1
+        self.wrong += wrong
+
+
+class ReusePolicy:
+    """Policy for the near answers of one table, generation and kind of input; not thread-safe."""
+
+    def __init__(self, error: float, ranges: int, rng: Random) -> None:
+        self.error = error
+        self.is_off = False
+        self.audits = 0
+        self.wrong_audits = 0
+        self._alpha = ALPHA / ranges
+        self._own = [Samples() for _ in range(ranges)]
+        self._from = [Samples() for _ in range(ranges)]
+        """Samples of each range and all that are closer."""
+        self._is_trusted = [False] * ranges
+        self._is_hopeless = [False] * ranges
+        self._drift = Drift(1.0 - error, ALPHA_OFF)
+        self._rng = rng
+        self._doubts = 0
+        """Audits that must be right, one after another, before anything is reused again."""
+
+    def may_use(self, closeness: int) -> bool:
+        """True unless nothing is reused or learned in this range any more."""
+        return not (self.is_off or self._is_hopeless[closeness])
+
+    def decide(self, closeness: int) -> Decision:
+        """Decides about one near answer."""
+        if not self.may_use(closeness):
+            return "leave"
+        if not self._is_trusted[closeness]:
+            return "learn"
+        return "audit" if self._doubts or self._rng.random() < AUDITED else "reuse"
+
+    def judge(self, closeness: int, *, is_audit: bool, wrong: bool) -> None:
+        """Takes in what came of a near answer that was computed as well."""
+        if is_audit:
+            self._audited(wrong=wrong)
+        own, from_here = self._own, self._from
+        if is_audit and wrong:
+            own[closeness] = Samples()
+            for place in range(closeness + 1):
+                from_here[place] = Samples(starts=from_here[place].starts + 1)
+        else:
+            own[closeness].add(wrong=wrong)
+            for place in range(closeness + 1):
+                from_here[place].add(wrong=wrong)
+            found = own[closeness]
+            self._is_hopeless[closeness] = (
+                lowest(found.judged, found.wrong, self._alpha) > self.error
+            )
+        self._trust()
+
+    def _trust(self) -> None:
+        is_within = False
+        for place, (own, samples) in enumerate(zip(self._own, self._from, strict=True)):
+            is_within = is_within or self._holds(samples)
+            is_clean = own.judged * self.error >= 2 and own.wrong <= own.judged * self.error / 2
+            self._is_trusted[place] = is_within and is_clean
+
+    def _holds(self, samples: Samples) -> bool:
+        if samples.judged * self.error < 1:  # no bound is as low after so few
+            return False
+        alpha = self._alpha / (samples.starts * (samples.starts + 1))
+        return highest(samples.judged, samples.wrong, alpha) <= self.error
+
+    def _audited(self, *, wrong: bool) -> None:
+        self.audits += 1
+        self.wrong_audits += wrong
+        self._doubts = DOUBTS if wrong else max(0, self._doubts - 1)
+        drifted = self._drift.saw(0.0 if wrong else 1.0)
+        self.is_off = self.is_off or drifted or self.interval[0] > self.error
+
+    @property
+    def is_reusing(self) -> bool:
+        """True while any range is trusted and no audit has just been wrong."""
+        return any(self._is_trusted) and not (self.is_off or self._doubts)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bounds of the error of what is reused, its mean over all audits; both hold at every moment, at 1 - ALPHA."""
+        count, wrong = self.audits, self.wrong_audits
+        return lowest(count, wrong, ALPHA / 2), highest(count, wrong, ALPHA / 2)

@@ -1,0 +1,67 @@
+"""Near matches of a value table: the values of an input close by, by the numbers that were sent."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.model.predictor import Predictor, Prepared
+from serving.near.neighbours import Neighbours, Outcome
+
+Numbers = NDArray[np.float32]
+
+
+class ValueMatches:
+    """Near matches of one value table for one kind of input.
+
+    Its model's output is the answer, so that nothing is left to spare behind the model: inputs are compared by the
+    numbers that were sent, and the model itself is spared. An answer is wrong if its first label is another one.
+    """
+
+    def __init__(self, table: str, neighbours: Neighbours[Numbers]) -> None:
+        self.neighbours = neighbours
+        self._table = table
+
+    def predict(
+        self,
+        predictor: Predictor,
+        batch: Sequence[Prepared],
+        prints: Sequence[int],
+        scored_at: int,
+        blocked: NDArray[np.int64],  # noqa: ARG002 - no list, nothing to leave out
+        version: int,  # noqa: ARG002
+    ) -> tuple[list[bytes], list[float | None]]:
+        """A record for each input, and the distance of the one whose values it has, None where it was computed."""
+        neighbours = self.neighbours
+        sent = predictor.sent_vectors(self._table, batch)
+        near = neighbours.near(sent)
+        outcomes: list[Outcome] = [
+            "far" if each is None else neighbours.decide(each) for each in near
+        ]
+        rows = [row for row, outcome in enumerate(outcomes) if outcome != "reuse"]
+        made = (
+            predictor.vectors([batch[row] for row in rows])
+            if rows
+            else np.empty((0, 0), np.float32)
+        )
+        own = dict(zip(rows, made, strict=True))
+        values: list[Numbers] = []
+        distances: list[float | None] = []
+        for row, (each, outcome) in enumerate(zip(near, outcomes, strict=True)):
+            if each is not None and outcome == "reuse":
+                values.append(each.answer)
+                distances.append(round(each.distance, 6))
+                continue
+            wrong = each is not None and each.answer.argmax() != own[row].argmax()
+            kept, margin = own[row].copy(), _margin(own[row])
+            neighbours.settle(sent[row], kept, each, outcome, wrong=bool(wrong), margin=margin)
+            values.append(own[row])
+            distances.append(None)
+        neighbours.count(outcomes)
+        return predictor.numbers(self._table, np.stack(values), prints, scored_at), distances
+
+
+def _margin(values: Numbers) -> float:
+    """Lead of the first label over the second."""
+    second, first = np.partition(values, -2)[-2:]
+    return float(first - second)

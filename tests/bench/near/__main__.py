@@ -1,0 +1,168 @@
+"""Near-match reuse beside live inference without it: answers/s through the micro-batcher, 256 callers.
+
+The stream is of histories of 30 items and more that no tier knows, half of them a recent one and one more item, over
+some 47,000 items x 128 (quick: 29,000) in a flat index. The policy has learned from the same stream before it is
+measured, and goes on learning.
+
+- `live_vs_off`: answers/s with reuse over those without (at least 1.5 is wanted); by processor time in the figures.
+
+Figures: what became of the inputs, the share reused or proven, the error of what was reused by the policy's own audits
+(with its interval) and by computing every answer again.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import uvloop
+
+from cache.config.near import NearConfig
+from cache.format.records.codec import decode
+from precompute.config.settings import NightConfig, ReferenceConfig, TableConfig
+from precompute.operations.train import train_reference
+from serving.config.settings import ServingConfig
+from serving.generations.snapshot import Snapshot
+from serving.lookup.micro_batcher import Compute, Computed, Job, MicroBatcher, compute
+from serving.near.near_matches import NearMatches
+from serving.process.gc_tuning import settle
+from tests.bench.live import Measured, compare, open_snapshot
+from tests.bench.near.stream import HistoryStream
+from tests.bench.tools.harness import Options, Report, parse
+from tests.bench.tools.place import own_server
+from tests.integration.nights import UNTIL, histories, prepare, publish_night
+from tests.integration.serving_app import settings
+
+TABLE, K, ITEMS, DIMS, CALLERS = "user_topk", 100, 80_000, 128, 256
+LEARNED_MAX, ENOUGH = 20_000, 350
+"""Inputs after which it is measured in any case, or of a thousand so many are reused."""
+
+
+def make_night(folder: Path, redis_url: str, quick: bool) -> NightConfig:
+    """A published night of one table of lists."""
+    night = prepare(folder, redis_url, users=4_000 if quick else 10_000, items=ITEMS)
+    night = replace(
+        night, bundle="wide", reference=ReferenceConfig(dims=DIMS, choose=False),
+        tables={TABLE: TableConfig("user_topk", k=K)}, index="flat",
+    )  # fmt: skip
+    train_reference(night, data_until=UNTIL)
+    publish_night(night, UNTIL)
+    return night
+
+
+def learn(near: NearMatches, stream: HistoryStream) -> int:
+    """Has it learn until enough of a thousand inputs are reused; the number of inputs that this took."""
+    learned = 0
+    while learned < LEARNED_MAX:
+        learned += 1_000
+        before = near.counts[TABLE]["reuse"]
+        jobs = stream.jobs(1_000)
+        for at in range(0, len(jobs), CALLERS):
+            compute(jobs[at : at + CALLERS], near=near)
+        if near.counts[TABLE]["reuse"] - before > ENOUGH:
+            break
+    return learned
+
+
+def through(
+    runner: asyncio.Runner,
+    pool: ThreadPoolExecutor,
+    inference: Compute,
+    stream: Callable[[], list[Job]],
+) -> Measured:
+    """Callers through the micro-batcher who each ask again as soon as they are answered."""
+    config = ServingConfig()
+
+    async def work(jobs: list[Job]) -> None:
+        batcher = MicroBatcher(
+            pool, workers=config.live_workers, max_batch=config.live_batch, max_queue=config.live_queue,
+            max_queue_bytes=config.live_queue_bytes, compute=inference,
+        )  # fmt: skip
+        asked = iter(jobs)
+
+        async def caller() -> None:
+            for job in asked:
+                answer = await batcher.infer(job)
+                if not isinstance(answer, Computed):
+                    raise TypeError(f"not an answer: {answer}")
+
+        await asyncio.gather(*(caller() for _ in range(CALLERS)))
+
+    def run() -> tuple[float, float]:
+        jobs = stream()
+        began, spent = time.perf_counter(), time.process_time()
+        runner.run(work(jobs))
+        return time.perf_counter() - began, time.process_time() - spent
+
+    return run
+
+
+def true_error(
+    near: NearMatches, snapshot: Snapshot, jobs: list[Job], overlap: float
+) -> tuple[int, int]:
+    """Answers of these that were reused, and those of them that have too little of live's list."""
+    reused = wrong = 0
+    layout = snapshot.manifest.tables[TABLE].layout
+    for at in range(0, len(jobs), CALLERS):
+        part = jobs[at : at + CALLERS]
+        for found, own in zip(compute(part, near=near), compute(part), strict=True):
+            if isinstance(found, Computed) and isinstance(own, Computed) and found.near is not None:
+                lists = [decode(layout, each.record).items for each in (found, own)]
+                reused += 1
+                wrong += len(np.intersect1d(*lists)) < overlap * len(lists[1])  # type: ignore[call-overload, arg-type]
+    return reused, wrong
+
+
+def measure(report: Report, night: NightConfig, options: Options) -> None:
+    """The ratio, and what became of the inputs."""
+    snapshot = open_snapshot(settings(night), "int8")
+    config = NearConfig()
+    near = NearMatches({TABLE: config})
+    known = list(histories(night, UNTIL).values())
+    stream = HistoryStream(snapshot, TABLE, known)
+    report.figures["inputs learned from before"] = learn(near, stream)
+    report.figures["items"] = snapshot.items.count
+    count = 1_024 if options.quick else 4_096
+    settle()
+    near.counts[TABLE].clear()
+    with (
+        ThreadPoolExecutor(1, "larder-live") as pool,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        # Each its own: what the one is asked, the other has not seen.
+        plain = HistoryStream(snapshot, TABLE, known, seed=1)
+        reuse = functools.partial(compute, near=near)
+        compare(
+            report, "live_vs_off",
+            through(runner, pool, compute, functools.partial(plain.jobs, count)),
+            through(runner, pool, reuse, functools.partial(stream.jobs, count)),
+            options, answers=count,
+        )  # fmt: skip
+    total = sum(near.counts[TABLE].values())
+    for outcome, number in sorted(near.counts[TABLE].items()):
+        report.figures[f"share of inputs: {outcome}"] = round(number / total, 4)
+    for _, _, policy in near.policies():
+        low, high = policy.interval
+        report.figures["error by audits"] = (
+            f"{policy.wrong_audits}/{policy.audits}, {low:.4f} to {high:.4f}"
+        )
+    reused, wrong = true_error(near, snapshot, stream.jobs(2 * count), config.overlap)
+    report.figures["error of what was reused, computed again"] = f"{wrong}/{reused}"
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("near", ("onnxruntime", "faiss-cpu", "uvloop"))
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        measure(report, make_night(Path(folder), server.url, options.quick), options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

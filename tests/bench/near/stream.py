@@ -1,0 +1,47 @@
+"""A stream of strangers' histories, half of them near-duplicates: a recent history and one more item."""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+from cache.model.predictor import LiveInput
+from serving.generations.snapshot import Snapshot
+from serving.lookup.micro_batcher import Job
+
+SHARE = 0.5
+"""Share of near-duplicates."""
+LENGTH = 30
+"""Items of a history, at least: one more moves its vector by a tenth or so."""
+RECENT = 500
+"""Histories of which a near-duplicate may be one."""
+
+
+class HistoryStream:
+    """Jobs without an end: histories of users of the night with other items among them, and near-duplicates."""
+
+    def __init__(
+        self, snapshot: Snapshot, table: str, known: Sequence[Sequence[str]], seed: int = 0
+    ) -> None:
+        self._snapshot = snapshot
+        self._table = table
+        self._known = [each for each in known if len(each) >= 5]
+        self._recent: deque[list[str]] = deque(maxlen=RECENT)
+        self._rng = random.Random(seed)
+
+    def jobs(self, count: int) -> list[Job]:
+        """The next so many."""
+        return [
+            Job(self._snapshot, self._table, LiveInput(history), number + 1, 1, may_reuse=True)
+            for number in range(count)
+            for history in [tuple([each.encode() for each in self._next()])]
+        ]
+
+    def _next(self) -> list[str]:
+        rng = self._rng
+        if self._recent and rng.random() < SHARE:
+            return [*rng.choice(self._recent), rng.choice(rng.choice(self._known))]
+        history: list[str] = []
+        while len(history) < LENGTH:
+            history += rng.choice(self._known)
+        self._recent.append(history)
+        return history

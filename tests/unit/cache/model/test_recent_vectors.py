@@ -1,0 +1,49 @@
+"""Recent vectors: the nearest is the nearest, and no more of them are kept than allowed."""
+
+import numpy as np
+
+from cache.model.recent_vectors import RecentVectors
+
+
+def test_the_nearest_is_found_exactly_while_vectors_come_and_go() -> None:
+    rng = np.random.default_rng(0)
+    recent: RecentVectors[int] = RecentVectors(50, 6)
+    kept: dict[int, np.ndarray] = {}
+    used: list[int] = []  # longest unused first
+    for number in range(200):
+        vector = rng.standard_normal(6).astype(np.float32)
+        if len(kept) == 50:
+            del kept[used.pop(0)]
+        recent.add(vector, number)
+        kept[number] = vector
+        used.append(number)
+        queries = rng.standard_normal((3, 6)).astype(np.float32)
+
+        for query, found in zip(queries, recent.nearest(queries), strict=True):
+            apart = {each: np.linalg.norm(query - of) for each, of in kept.items()}
+            wanted = min(apart, key=lambda each: apart[each])
+            assert found is not None and found.entry == wanted
+            assert abs(found.distance - apart[wanted] / np.linalg.norm(query)) < 1e-5
+            if number % 3 == 0:
+                recent.touch(found.place)
+                used.remove(found.entry)
+                used.append(found.entry)
+    assert len(recent) == 50
+
+
+def test_a_query_of_no_length_and_an_empty_index_find_nothing() -> None:
+    recent: RecentVectors[str] = RecentVectors(4, 2)
+    assert recent.nearest(np.ones((2, 2), np.float32)) == [None, None]
+    recent.add(np.ones(2, np.float32), "a")
+
+    assert recent.nearest(np.zeros((1, 2), np.float32)) == [None]
+    recent.clear()
+    assert len(recent) == 0 and recent.nearest(np.ones((1, 2), np.float32)) == [None]
+
+
+def test_vectors_that_are_no_numbers_are_near_nothing() -> None:
+    recent: RecentVectors[str] = RecentVectors(4, 2)
+    recent.add(np.ones(2, np.float32), "a")
+
+    (found,) = recent.nearest(np.array([[np.nan, 1]], np.float32))
+    assert found is None or not found.distance < 1

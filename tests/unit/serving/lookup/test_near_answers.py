@@ -1,0 +1,133 @@
+"""Near answers down the ladder: marked, kept nowhere, and never for who wants an answer of its own."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cache.format.redis_keys import Keyspace
+from cache.l2.lease_commands import GIVEN_BACK, LeaseSwap, LeaseTake
+from serving.generations.served_set import Holding
+from serving.lookup.inference import Inferences
+from serving.lookup.ladder import Ladder
+from serving.lookup.leases import Lead
+from serving.lookup.micro_batcher import Computed, Job
+from serving.ranking.filtered_lookup import FilteredLookup
+from tests.unit.serving.world import World, ask, entity, ids
+
+DISTANCE = 0.125
+
+
+class NearWorld(World):
+    """A world whose live answers are near ones wherever that is allowed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.lead = Lead(self.remote, self.tiers, Keyspace("test"), wait_s=0.2, name="me")
+        self.inferences = Inferences(
+            self, self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, lead=self.lead,
+            reuses=frozenset({"user_topk"}),
+        )  # fmt: skip
+        self.ladder = Ladder(
+            self.tiers, self.inferences, self.metrics, l2_deadline_s=1.0, clock=self.clock
+        )
+
+    async def infer(self, job: Job) -> Computed:
+        """As live, marked."""
+        found = await super().infer(job)
+        return Computed(found.record, found.dropped, DISTANCE if job.may_reuse else None)
+
+
+@pytest.fixture
+def world() -> NearWorld:
+    return NearWorld()
+
+
+async def look(world: NearWorld, *entities: Any, **options: Any) -> list[dict[str, Any]]:
+    started = asyncio.get_running_loop().time()
+    holding = Holding(world.snapshot())
+    return await world.ladder.lookup(holding, ask(*entities, **options), started)
+
+
+async def test_a_near_answer_says_so_and_is_kept_nowhere(world: NearWorld) -> None:
+    new = entity("nobody", history=ids("i1"))
+
+    first, second = (await look(world, new))[0], (await look(world, new))[0]
+
+    assert [each["source"] for each in (first, second)] == ["live", "live"]
+    assert first["near"] == second["near"] == DISTANCE and first["producer"] == "live"
+    assert "i1" not in first["items"]
+    await world.tiers.aclose()
+    assert not world.remote.writes and len(world.tiers.local) == 0
+
+
+async def test_its_lease_is_given_back_so_that_nobody_waits_for_what_is_not_stored(
+    world: NearWorld,
+) -> None:
+    await look(world, entity("nobody", history=ids("i1")))
+
+    taken, back = world.remote.asked
+    assert isinstance(taken, LeaseTake) and isinstance(back, LeaseSwap)
+    assert GIVEN_BACK in back
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        (entity("u3", history=ids("i1")), {"fresh": True}),
+        (entity("nobody", history=ids("i1")), {"fresh": True}),
+        (entity("nobody", "user_affinity", history=ids("i1")), {}),
+        (entity("i3", "item_similar"), {"fresh": True}),
+    ],
+    ids=["known", "fresh", "another table", "item"],
+)
+async def test_an_answer_of_its_own_is_computed(
+    world: NearWorld, asked: Any, options: dict[str, Any]
+) -> None:
+    answer = (await look(world, asked, **options))[0]
+
+    assert answer["source"] == "live" and "near" not in answer
+    assert [job.may_reuse for job in world.jobs] == [False]
+
+
+async def test_who_wants_it_fresh_does_not_join_who_takes_a_near_one(world: NearWorld) -> None:
+    new = entity("nobody", history=ids("i1"))
+
+    (near,), (fresh,) = await asyncio.gather(look(world, new), look(world, new, fresh=True))
+
+    assert near["near"] == DISTANCE and "near" not in fresh and len(world.jobs) == 2
+
+
+async def test_while_a_page_is_out_of_reach_a_known_id_gets_no_near_one(world: NearWorld) -> None:
+    holding = Holding(world.snapshot())
+    world.remote.pages.clear()
+    started = asyncio.get_running_loop().time()
+
+    answer = (await world.ladder.lookup(holding, ask(entity("u3", history=ids("i1"))), started))[0]
+
+    assert (
+        answer["source"] == "live" and answer["reason"] == "page_missing" and "near" not in answer
+    )
+
+
+async def test_under_a_filter_nothing_is_reused(world: NearWorld) -> None:
+    class NoFilters:
+        async def apply(self, *_: object) -> None:
+            pass
+
+    lookup = FilteredLookup(world.ladder, NoFilters())  # type: ignore[arg-type]
+    started = asyncio.get_running_loop().time()
+
+    await lookup.lookup(
+        Holding(world.snapshot()), ask(entity("nobody", history=ids("i1"))), started
+    )
+
+    assert [job.may_reuse for job in world.jobs] == [False]
+
+
+async def test_a_near_answer_is_not_sampled_as_one_of_the_models(world: NearWorld) -> None:
+    world.ladder.watch.picks.left = 0
+
+    await look(world, entity("nobody", history=ids("i1")))
+
+    assert world.ladder.watch.picks.left == 0

@@ -1,0 +1,63 @@
+"""Bounds of an error rate: they hold at every moment at once, and come close."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.sequential.error_rate import highest, lowest
+
+ALPHA = 0.05
+
+
+def rates(name: str, rng: np.random.Generator, count: int) -> np.ndarray:
+    """Chances of each sample, which may change, also by what was seen."""
+    match name:
+        case "rare":
+            return np.full(count, 0.002)
+        case "often":
+            return np.full(count, 0.3)
+        case "turning":
+            return np.where(np.arange(count) < count // 2, 0.0, 0.2)
+        case _:
+            return rng.choice([0.0, 0.01, 0.5], count)
+
+
+@pytest.mark.parametrize("name", ["rare", "often", "turning", "wild"])
+def test_the_mean_chance_leaves_its_bounds_at_any_moment_as_rarely_as_they_say(name: str) -> None:
+    runs, samples = 300, 1_200
+    above = below = 0
+    rng = np.random.default_rng(17)
+    looks = np.unique(np.geomspace(1, samples, 60).astype(int))
+    for _ in range(runs):
+        chances = rates(name, rng, samples)
+        wrong = np.cumsum(rng.random(samples) < chances)
+        mean = np.cumsum(chances) / np.arange(1, samples + 1)
+        seen = [(int(at), int(wrong[at - 1]), mean[at - 1]) for at in looks]
+        above += any(mean > highest(at, found, ALPHA) for at, found, mean in seen)
+        below += any(mean < lowest(at, found, ALPHA) for at, found, mean in seen)
+
+    # Three standard deviations of a count whose chance is at most alpha.
+    most = ALPHA * runs + 3 * (ALPHA * (1 - ALPHA) * runs) ** 0.5
+    assert above <= most and below <= most
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1), st.floats(1e-9, 0.5))
+def test_bounds_lie_around_what_was_measured_and_widen_with_certainty(
+    samples: int, share: float, alpha: float
+) -> None:
+    wrong = round(share * samples)
+    low, high = lowest(samples, wrong, alpha), highest(samples, wrong, alpha)
+
+    assert 0 <= low <= wrong / samples + 1e-9 and wrong / samples - 1e-9 <= high <= 1
+    assert lowest(samples, wrong, alpha / 10) <= low and high <= highest(samples, wrong, alpha / 10)
+
+
+def test_no_error_in_n_samples_says_what_the_rule_of_three_says() -> None:
+    assert highest(0, 0, ALPHA) == 1 and lowest(0, 0, ALPHA) == 0
+    assert highest(1_000, 0, ALPHA) == pytest.approx(np.log(5 / ALPHA) / 1_000, rel=0.01)
+
+
+def test_evidence_of_a_rate_above_the_bound_comes_soon() -> None:
+    assert lowest(3, 3, ALPHA) > 0.01 and lowest(1_000, 50, ALPHA) > 0.02
+    assert lowest(100, 1, ALPHA) < 0.01
