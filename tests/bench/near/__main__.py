@@ -1,8 +1,8 @@
 """Near-match reuse beside live inference without it: answers/s through the micro-batcher, 256 callers.
 
 The stream is of histories of 30 items and more that no tier knows, half of them a recent one and one more item, over
-some 47,000 items x 128 (quick: 29,000) in a flat index. The policy has learned from the same stream before it is measured, and goes on
-learning.
+some 47,000 items x 128 (quick: 29,000) in a flat index. The policy has learned from the same stream before it is
+measured, and goes on learning.
 
 - `live_vs_off`: answers/s with reuse over those without (at least 1.5 is wanted); by processor time in the figures.
 
