@@ -95,7 +95,9 @@ class NearMatches:
 
     def policies(self) -> Iterator[tuple[str, InputKind, ReusePolicy]]:
         """Policy of each table and kind of input, in the generation that was asked last."""
-        for (table, kind), policy in sorted(self._policies.items(), key=lambda each: each[0]):
+        with self._lock:  # a scrape comes while the model's threads meet a new kind
+            found = sorted(self._policies.items(), key=lambda each: each[0])
+        for (table, kind), policy in found:
             yield table, kind, policy
 
     def _of(self, predictor: Predictor, snapshot: Snapshot, table: str, kind: InputKind) -> Matches:
