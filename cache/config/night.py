@@ -13,6 +13,7 @@ from cache.config.gates import GateThresholds
 from cache.config.section import Count, Filled, section
 from cache.config.sections import (
     CanaryConfig,
+    FilterConfig,
     FlipConfig,
     GovernorConfig,
     ReferenceConfig,
@@ -77,6 +78,7 @@ class NightConfig(SharedConfig):
     """Seconds that `warm` may take."""
     sources: Sources = Field(default_factory=Sources)
     tables: dict[str, TableConfig] = Field(default_factory=_default_tables)
+    filters: dict[str, FilterConfig] = Field(default_factory=dict)
     gates: GateThresholds = Field(default_factory=GateThresholds)
     flip: FlipConfig = Field(default_factory=FlipConfig)
     canary: CanaryConfig = Field(default_factory=CanaryConfig)
@@ -117,10 +119,19 @@ class NightConfig(SharedConfig):
             )
         for name in self.tables:
             check_name("the name of a table", name)
+        for name in self.filters:
+            check_name("the name of a filter", name)
+        if self.filters and not self.sources.item_attributes:
+            raise ConfigError(
+                "filters are over the attributes of items: name columns in sources.item_attributes",
+                field="filters",
+            )
 
     def semantic(self) -> bytes:
         """Canonical bytes of the settings that decide what a generation holds."""
-        names = ("namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources")
+        names = ["namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources"]
+        if self.filters:  # a night without them keeps its id
+            names.append("filters")
         return orjson.dumps(
             {name: getattr(self, name) for name in names}, option=orjson.OPT_SORT_KEYS
         )

@@ -85,6 +85,14 @@ class TableConfig:
 
 
 @section
+class FilterConfig:
+    """Filter that requests call by its name, in `[filters.NAME]`; it belongs to the generations made from then on."""
+
+    filter: dict[str, Any]
+    """Expression as requests send it, such as `{"<" = ["price", 20]}`."""
+
+
+@section
 class ReferenceConfig:
     """Trainer of the reference bundle, in `[reference]`."""
 

@@ -21,6 +21,8 @@ WITH_WEIGHTS: Final = 2
 """Version of a manifest in which a model has weights beside it."""
 WITH_ATTRIBUTES: Final = 3
 """Version of a manifest whose items have attributes."""
+WITH_FILTERS: Final = 4
+"""Version of a manifest that declares filters."""
 
 EntityKind = Literal["user", "item"]
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
@@ -167,10 +169,12 @@ class Attribute:
     names: Artefact | None = None
     name_offsets: Artefact | None = None
 
-    def files(self) -> list[Artefact]:
-        """Files of the column."""
-        found = (self.values, self.offsets, self.names, self.name_offsets)
-        return [each for each in found if each is not None]
+    def parts(self) -> dict[str, Artefact]:
+        """Files of the column, by their names here."""
+        found = {
+            "values": self.values, "offsets": self.offsets, "names": self.names, "name_offsets": self.name_offsets,
+        }  # fmt: skip
+        return {name: each for name, each in found.items() if each is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +199,13 @@ class SeenPart:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedFilter:
+    """Filter that requests call by its name: the expression as they could send it."""
+
+    expression: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Manifest of one generation; `data_until` and `created_at` are Unix seconds."""
 
@@ -216,6 +227,7 @@ class Manifest:
     timings: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     seen: tuple[SeenPart, ...] = ()
+    filters: Mapping[str, NamedFilter] = field(default_factory=dict)
     format: int = MANIFEST_FORMAT
 
     def to_bytes(self) -> bytes:
@@ -227,6 +239,8 @@ class Manifest:
         if not told["seen"] and not told["items"].get("attributes"):  # nor has format 2 these
             del told["seen"]
             told["items"].pop("attributes", None)
+        if not told["filters"]:  # nor has format 3 this
+            del told["filters"]
         return orjson.dumps(
             told,
             option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
@@ -251,7 +265,9 @@ class Manifest:
             self.items.model_index,
             self.defaults,
         ]
-        files += [each for column in self.items.attributes.values() for each in column.files()]
+        files += [
+            each for column in self.items.attributes.values() for each in column.parts().values()
+        ]
         files += [each for part in self.seen for each in (part.ends, part.items)]
         files += [part.file for entities in self.entity_sets.values() for part in entities.parts]
         files += [index.file for index in self.indexes.values()]

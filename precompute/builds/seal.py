@@ -9,6 +9,7 @@ from cache.control.night_steps import NIGHT, SEALED_BY, TIMED_APART
 from cache.format.manifest import (
     MANIFEST_FORMAT,
     WITH_ATTRIBUTES,
+    WITH_FILTERS,
     WITH_WEIGHTS,
     Artefact,
     Attribute,
@@ -18,6 +19,7 @@ from cache.format.manifest import (
     ItemFiles,
     Manifest,
     Model,
+    NamedFilter,
     SeenPart,
     Table,
     TablePart,
@@ -48,6 +50,13 @@ from precompute.sources.unusable import merged
 
 WITHOUT_INTERACTIONS = "without_interactions"
 """Fact of a generation whose night was given no table of interactions; no other has it."""
+
+WRITERS = {
+    WITH_WEIGHTS: "a night of a model with weights beside its file writes",
+    WITH_ATTRIBUTES: "a night of items with attributes writes",
+    WITH_FILTERS: "a night of declared filters writes",
+}
+"""Version of a manifest above the first -> words for who writes it."""
 
 REPORTED = tuple(name for name in NIGHT[: NIGHT.index(SEALED_BY)] if name != "score")
 """Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""
@@ -128,6 +137,7 @@ def seal(made: Build) -> Manifest:
             SeenPart(*(Artefact(**each) for each in report["users"]["seen"]))
             for report in reports if report["users"].get("seen")
         ),
+        filters={name: NamedFilter(each.filter) for name, each in config.filters.items()},
         format=manifest_format(config, bundle),
     )  # fmt: skip
     made.store.write(path, manifest.to_bytes())
@@ -136,6 +146,8 @@ def seal(made: Build) -> Manifest:
 
 def manifest_format(config: NightConfig, bundle: Bundle) -> int:
     """Version of the manifest that a night writes: the oldest that says what it has to."""
+    if config.filters:
+        return WITH_FILTERS
     if config.sources.item_attributes:
         return WITH_ATTRIBUTES
     return WITH_WEIGHTS if bundle.has_weights else MANIFEST_FORMAT

@@ -7,6 +7,7 @@ from typing import Any
 from cache.config.gates import GateThresholds
 from cache.config.night import NightConfig, parse_time
 from cache.config.sections import (
+    FilterConfig,
     GovernorConfig,
     ReferenceConfig,
     Sources,
@@ -14,6 +15,7 @@ from cache.config.sections import (
 )
 
 __all__ = [
+    "FilterConfig",
     "GateThresholds",
     "GovernorConfig",
     "NightConfig",

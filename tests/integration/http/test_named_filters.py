@@ -1,0 +1,187 @@
+"""Named filters over HTTP: a name is answered as the expression that the answering generation declares by it."""
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+import pytest
+
+from precompute.config.settings import FilterConfig
+from serving.client import AsyncClient, InvalidRequest, Options
+from serving.explain import cli as explain_cli
+from serving.explain import lookup_cli
+from tests.integration.http.hot_way import Asked, running
+from tests.integration.http.shop import BRANDS, Shop, make_shop
+from tests.integration.nights import NEXT, publish_night
+from tests.integration.program import environment, started
+from tests.integration.serving_app import BASE, Running, eventually, serving
+
+SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
+DECLARED: dict[str, Any] = {
+    "in_stock": {"==": ["stock", True]},
+    "cheap-sale.1": {"and": [{"<": ["price", 40]}, {"contains": ["tags", "sale"]}]},
+    "hardly": {"and": [{"==": ["brand", BRANDS[0]]}, {"<": ["price", 12.5]}, {"==": ["stock", True]}]},
+    "nothing": {"==": ["brand", "no-such-brand"]},
+}  # fmt: skip
+MADE = ("items", "scores", "short", "source", "reason", "generation")
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
+    declared = {name: FilterConfig(each) for name, each in DECLARED.items()}
+    return make_shop(tmp_path_factory.mktemp("named"), redis_url, filters=declared)
+
+
+async def both(
+    running: Running, table: str, entities: list[Any], name: str, **more: Any
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Answers to each entity under a declared filter, and under its expression sent along, without their ages."""
+    answers = []
+    for filter_ in (name, DECLARED[name]):
+        body = {"entities": entities, "filter": filter_, **more}
+        answers.append((await running.post(f"/v1/lookup/{table}", body))["answers"])
+    return [
+        tuple({field: each.get(field) for field in MADE} for each in pair)
+        for pair in zip(*answers, strict=True)
+    ]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", DECLARED)
+async def test_a_name_means_its_expression(shop: Shop, name: str) -> None:
+    rng = random.Random(SEED)
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        for k in (1, 10, 50):
+            out = rng.sample(shop.ids, 30)
+            known = [{"id": user} for user in sorted(shop.users)]
+            others = [{"id": "nobody"}, {"id": "new", "history": rng.sample(shop.ids, 5)}]
+            pairs = await both(running, "user_topk", [*known, *others], name, k=k, exclude=out)
+            pairs += await both(running, "item_similar", shop.ids[:40], name, k=min(k, 20))
+            for named, sent in pairs:
+                assert named["items"] == sent["items"], f"seed {SEED}: {name} {k}"
+                assert named["short"] == sent["short"], f"seed {SEED}: {name} {k}"
+
+
+async def test_a_name_goes_along_in_all_ways(shop: Shop) -> None:
+    user, name = min(shop.users), "cheap-sale.1"
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        ((wanted, _),) = await both(running, "user_topk", [user], name, k=7)
+        in_url = await running.get(f"/v1/lookup/user_topk/{user}", filter=name, k=7)
+        found = [in_url["items"]]
+        for is_binary in (False, True):
+            transport = running.http._transport
+            async with AsyncClient(BASE, transport=transport, binary=is_binary) as client:
+                (answer,) = await client.lookup_many("user_topk", [user], Options(k=7, filter=name))
+                found.append(list(answer.items or ()))
+        scored = await running.post("/v1/score", {"user": user, "items": shop.ids, "filter": name})
+        told = await running.get(f"/v1/explain/user_topk/{user}", filter=name, k=7)
+
+    assert found == [wanted["items"]] * 3
+    passing = [
+        id_ for id_, each in zip(shop.ids, shop.attributes, strict=True)
+        if each.get("price", 99) < 40 and "sale" in each.get("tags", ())
+    ]  # fmt: skip
+    assert set(scored["items"]) <= set(passing)
+    assert set(scored["filtered"]) == set(shop.ids) - set(passing)
+    assert told["filter"]["passing"] == len(passing)
+
+
+async def test_an_unknown_name_is_refused_with_those_there_are(shop: Shop) -> None:
+    async with serving(shop.night) as running:
+        found = [
+            await running.http.post("/v1/lookup/user_topk", json={"entities": ["u"], "filter": "gone"}),
+            await running.http.get("/v1/lookup/user_topk/u", params={"filter": "gone"}),
+            await running.http.get("/v1/explain/user_topk/u", params={"filter": "gone"}),
+            await running.http.post("/v1/score", json={"user": "u", "items": ["i"], "filter": "gone"}),
+        ]  # fmt: skip
+        async with AsyncClient(BASE, transport=running.http._transport) as client:
+            with pytest.raises(InvalidRequest, match="no filter 'gone'"):
+                await client.lookup("user_topk", "u", Options(filter="gone"))
+
+    for response in found:
+        error = response.json()["error"]
+        assert response.status_code == 422
+        assert (error["code"], error["field"]) == ("unknown_filter", "filter")
+        assert error["declared"] == sorted(DECLARED)
+
+
+async def test_each_generation_has_filters_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory, redis_url: str
+) -> None:
+    # Given a night that means one brand, and the next, which means another
+    shop = make_shop(
+        tmp_path_factory.mktemp("two"),
+        redis_url,
+        filters={
+            "brand": FilterConfig({"==": ["brand", BRANDS[0]]}),
+            "old": FilterConfig({"exists": "brand"}),
+        },
+    )
+    later = replace(shop.night, filters={"brand": FilterConfig({"==": ["brand", BRANDS[1]]})})
+    live = publish_night(later, NEXT)
+    brands = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
+    user, found = min(shop.users), {}
+    async with serving(later, l2_deadline_ms=2_500.0) as running:
+
+        async def has_previous() -> bool:
+            return running.service.holding().previous is not None
+
+        assert await eventually(has_previous)
+        before = running.service.holding().previous
+        assert before is not None
+        for generation in (live, before.generation):
+            # When each is asked for what it means by the name
+            body = {"entities": [user], "k": 5, "filter": "brand", "generation": generation}
+            (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+            found[generation] = {brands[each] for each in answer["items"]}
+        gone = await running.http.post(
+            "/v1/lookup/user_topk", json={"entities": [user], "filter": "old"}
+        )
+        (held,) = (
+            await running.post(
+                "/v1/lookup/user_topk",
+                {"entities": [user], "filter": "old", "generation": before.generation},
+            )
+        )["answers"]
+
+    # Then each answers by its own
+    assert found == {live: {BRANDS[1]}, before.generation: {BRANDS[0]}}
+    assert gone.status_code == 422 and gone.json()["error"]["declared"] == ["brand"]
+    assert held["items"]
+
+
+def test_both_ways_send_the_same_bytes_under_a_name(shop: Shop) -> None:
+    rng, at_once = random.Random(SEED), 0
+    for ways in running(shop.night):
+        for _ in range(60):
+            table = rng.choice(["user_topk", "user_topk", "item_similar"])
+            id_ = rng.choice(
+                shop.ids if table == "item_similar" else [*sorted(shop.users), "nobody"]
+            )
+            query = f"k={rng.randrange(1, 20)}&filter={rng.choice([*DECLARED, 'gone'])}".encode()
+            asked = Asked("GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query)
+            hot, routed = ways.both(asked)
+
+            assert hot == routed, f"seed {SEED}: {asked}"
+            assert ways.ask(asked) == routed[-1]
+            at_once += ways.hot.answer(asked.path + b"?" + query) is not None
+    assert at_once > 10
+
+
+def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    user, redis_url = min(shop.users), str(shop.night.redis_url)
+    with started(environment(shop.night, tmp_path, REDIS_URL=redis_url)) as (_, url):
+        asked = ["user_topk", user, "--url", url, "--k", "10", "--json", "--filter", "in_stock"]
+        assert lookup_cli.main(asked) == 0
+        (answer,) = orjson.loads(capsys.readouterr().out)["answers"]
+        assert explain_cli.main(asked) == 0
+        told = orjson.loads(capsys.readouterr().out)
+
+    stocked = {
+        id_ for id_, each in zip(shop.ids, shop.attributes, strict=True) if each.get("stock")
+    }
+    assert len(answer["items"]) == 10 and set(answer["items"]) <= stocked
+    assert told["filter"]["passing"] == len(stocked)
