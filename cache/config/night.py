@@ -27,6 +27,8 @@ from cache.errors import ConfigError
 DEFAULT_BUNDLE: Final = ".larder/bundle"
 _DEVICE: Final = re.compile(r"auto|off|cpu|cuda(:\d{1,3})?")
 _KIB = 1024
+LISTS: Final = ("user_topk", "item_similar")
+"""Kinds of tables that hold lists."""
 
 
 def _default_tables() -> dict[str, TableConfig]:
@@ -121,9 +123,35 @@ class NightConfig(SharedConfig):
             check_name("the name of a table", name)
         for name in self.filters:
             check_name("the name of a filter", name)
+        self._check_filtered()
         if self.filters and not self.sources.item_attributes:
             raise ConfigError(
                 "filters are over the attributes of items: name columns in sources.item_attributes",
+                field="filters",
+            )
+
+    @property
+    def filtered(self) -> dict[str, tuple[str, str]]:
+        """Tables made under filters, by their own names: the table that is asked, and the filter."""
+        return {f"{table}.{name}": (table, name) for table, name in self._filtered()}
+
+    def _filtered(self) -> list[tuple[str, str]]:
+        return [(table, name) for name, each in self.filters.items() for table in each.tables]
+
+    def _check_filtered(self) -> None:
+        lists = sorted(name for name, each in self.tables.items() if each.kind in LISTS)
+        for table, name in self._filtered():
+            if table not in lists:
+                raise ConfigError(
+                    f"filters.{name} names table {table!r}; tables of lists are {', '.join(lists) or 'none'}",
+                    field="filters",
+                )
+            check_name(
+                "the name of a table and a filter, with a dot between them,", f"{table}.{name}"
+            )
+        if len(self.filtered) < len(self._filtered()) or self.filtered.keys() & self.tables.keys():
+            raise ConfigError(
+                "two tables would have one name: those made under a filter are called TABLE.FILTER",
                 field="filters",
             )
 

@@ -17,7 +17,7 @@ from cache.format.records.layout import Precision
 SourceFormat = Literal["auto", "parquet", "csv", "lines"]
 
 
-def _paths(value: Any) -> Any:
+def _texts(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
@@ -25,7 +25,7 @@ def _paths(value: Any) -> Any:
 class Sources:
     """Inputs of the night, in `[sources]`; paths may hold wildcards and are relative to the configuration file."""
 
-    interactions: Annotated[tuple[str, ...], BeforeValidator(_paths)] = ()
+    interactions: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     """Files, folders, wildcards or fsspec URLs of what users did; may be empty where `user_vectors` is set."""
     format: SourceFormat = "auto"
     """Format of those files; `auto` goes by their names."""
@@ -90,6 +90,9 @@ class FilterConfig:
 
     filter: dict[str, Any]
     """Expression as requests send it, such as `{"<" = ["price", 20]}`."""
+    tables: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    """Tables of lists (kinds `user_topk` and `item_similar`) of which another one is made and loaded, of the best that
+    passes: requests under the name are answered from it."""
 
 
 @section

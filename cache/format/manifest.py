@@ -200,9 +200,13 @@ class SeenPart:
 
 @dataclass(frozen=True, slots=True)
 class NamedFilter:
-    """Filter that requests call by its name: the expression as they could send it."""
+    """Filter that requests call by its name: the expression as they could send it.
+
+    `tables` holds tables whose lists are the best of what passes, by the name of the table that is asked under it.
+    """
 
     expression: Mapping[str, Any]
+    tables: Mapping[str, Table] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +279,15 @@ class Manifest:
             files += [*model.fp32_files, *([model.int8] if model.int8 else [])]
         return files
 
+    @property
+    def stored(self) -> dict[str, Table]:
+        """All tables that have pages, by their own names: those that are asked, and those made under filters."""
+        made = [table for each in self.filters.values() for table in each.tables.values()]
+        return {**self.tables, **{table.name: table for table in made}}
+
     def pages(self) -> list[Artefact]:
         """Every file of pages and their checksums."""
-        parts = [part for table in self.tables.values() for part in table.parts]
+        parts = [part for table in self.stored.values() for part in table.parts]
         return [artefact for part in parts for artefact in (part.file, part.sums)]
 
 

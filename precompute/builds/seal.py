@@ -42,7 +42,7 @@ from precompute.builds.tables import (
 )
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Step
-from precompute.config.settings import NightConfig
+from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
 from precompute.partitions.item_attributes import paths_of
 from precompute.partitions.shard_files import first_hash
@@ -137,7 +137,7 @@ def seal(made: Build) -> Manifest:
             SeenPart(*(Artefact(**each) for each in report["users"]["seen"]))
             for report in reports if report["users"].get("seen")
         ),
-        filters={name: NamedFilter(each.filter) for name, each in config.filters.items()},
+        filters=_filters(config, bundle, reports),
         format=manifest_format(config, bundle),
     )  # fmt: skip
     made.store.write(path, manifest.to_bytes())
@@ -172,22 +172,36 @@ def _entity_set(name: Any, seed: int, parts: Sequence[Step]) -> EntitySet:
 
 
 def _tables(config: NightConfig, bundle: Bundle, reports: Sequence[Step]) -> dict[str, Table]:
-    tables = {}
-    for name, table in configured_tables(config, bundle).items():
-        entity, layout = entity_of(bundle, name, table), layout_of(bundle, table)
-        per_page = records_per_page(layout, config.page_bytes)
-        parts, page = [], 0
-        for report in reports:
-            part = report["users" if entity == "user" else "items"]["tables"][name]
-            pages = -(-part["count"] // per_page)
-            parts.append(
-                TablePart(
-                    page, pages, part["count"], Artefact(**part["file"]), Artefact(**part["sums"])
-                )
+    return {
+        name: _table(config, bundle, reports, name, table)
+        for name, table in configured_tables(config, bundle).items()
+    }
+
+
+def _filters(
+    config: NightConfig, bundle: Bundle, reports: Sequence[Step]
+) -> dict[str, NamedFilter]:
+    made: dict[str, dict[str, Table]] = {name: {} for name in config.filters}
+    for name, (table, filter_) in config.filtered.items():
+        made[filter_][table] = _table(config, bundle, reports, name, config.tables[table])
+    return {name: NamedFilter(each.filter, made[name]) for name, each in config.filters.items()}
+
+
+def _table(
+    config: NightConfig, bundle: Bundle, reports: Sequence[Step], name: str, table: TableConfig
+) -> Table:
+    entity, layout = entity_of(bundle, name, table), layout_of(bundle, table)
+    per_page = records_per_page(layout, config.page_bytes)
+    parts, page = [], 0
+    for report in reports:
+        part = report["users" if entity == "user" else "items"]["tables"][name]
+        pages = -(-part["count"] // per_page)
+        parts.append(
+            TablePart(
+                page, pages, part["count"], Artefact(**part["file"]), Artefact(**part["sums"])
             )
-            page += pages
-        labels = bundle.values[str(table.value)].labels if table.kind == "value" else ()
-        tables[name] = Table(
-            name, entity, producer_of(bundle, table), layout, per_page, tuple(parts), tuple(labels)
-        )  # fmt: skip
-    return tables
+        )
+        page += pages
+    labels = bundle.values[str(table.value)].labels if table.kind == "value" else ()
+    producer = producer_of(bundle, table)
+    return Table(name, entity, producer, layout, per_page, tuple(parts), tuple(labels))

@@ -76,6 +76,22 @@ def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableCon
     }
 
 
+def scored_tables(
+    config: NightConfig, bundle: Bundle, entity: EntityKind | None = None
+) -> dict[str, TableConfig]:
+    """Tables with pages to be written, by their own names: configured ones and those under filters, or an entity's.
+
+    One under a filter is in all but the items of its lists like the table that is asked.
+    """
+    found = configured_tables(config, bundle)
+    found |= {name: found[table] for name, (table, _) in config.filtered.items()}
+    return {
+        name: each
+        for name, each in found.items()
+        if entity is None or entity_of(bundle, name, each) == entity
+    }
+
+
 def records_per_page(layout: Layout, page_bytes: int) -> int:
     """Number of whole records that fit `page_bytes` of Redis' memory; at least one."""
     return max(1, (page_bytes - STRING_OVERHEAD_BYTES) // layout.size_bytes)

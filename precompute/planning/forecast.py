@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from cache.model.input_sample import probe_bytes
 from cache.process.host import usable_cores
 from cache.process.redis_server import server
-from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
+from precompute.builds.tables import (
+    configured_tables,
+    entity_of,
+    layout_of,
+    metric_of,
+    scored_tables,
+)
 from precompute.builds.vector_bundle import make_bundle
 from precompute.bundles.bundle import Bundle
 from precompute.config.generations_at_peak import generations_at_peak
@@ -191,7 +197,7 @@ def _bundle(config: NightConfig, folder: Path, before: datetime | None) -> Bundl
 def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int) -> Shape:
     bundle, begun, root = trial.bundle, trial.begun, trial.build.root
     items, dims = int(begun["items"]), asked.dims or bundle.dims
-    tables = configured_tables(config, bundle)
+    tables = scored_tables(config, bundle)
     sized = replace(bundle, dims=dims)
     per_user = min(config.history_limit, int(begun["interactions"]) / len(trial.sample.ids))
     partition = sum(each.stat().st_size for each in (root / "work/partition").iterdir())

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import orjson
 import pytest
 
+from cache.store.artefacts import read_manifest
+from precompute.cli.status_report import look, report
 from precompute.config.settings import FilterConfig
 from serving.client import AsyncClient, InvalidRequest, Options
 from serving.explain import cli as explain_cli
 from serving.explain import lookup_cli
+from serving.lookup.entity import Case
+from serving.ranking.filtered_lookup import FilteredLookup
 from tests.integration.http.hot_way import Asked, running
-from tests.integration.http.shop import BRANDS, Shop, make_shop
+from tests.integration.http.shop import BRANDS, Shop, make_shop, wanted_of
 from tests.integration.nights import NEXT, publish_night
 from tests.integration.program import environment, started
 from tests.integration.serving_app import BASE, Running, eventually, serving
@@ -27,12 +32,14 @@ DECLARED: dict[str, Any] = {
     "hardly": {"and": [{"==": ["brand", BRANDS[0]]}, {"<": ["price", 12.5]}, {"==": ["stock", True]}]},
     "nothing": {"==": ["brand", "no-such-brand"]},
 }  # fmt: skip
+LISTS = ("user_topk", "item_similar")
+TABLES = {"in_stock": LISTS, "hardly": LISTS, "nothing": ("user_topk",)}
 MADE = ("items", "scores", "short", "source", "reason", "generation")
 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
-    declared = {name: FilterConfig(each) for name, each in DECLARED.items()}
+    declared = {name: FilterConfig(each, TABLES.get(name, ())) for name, each in DECLARED.items()}
     return make_shop(tmp_path_factory.mktemp("named"), redis_url, filters=declared)
 
 
@@ -44,10 +51,10 @@ async def both(
     for filter_ in (name, DECLARED[name]):
         body = {"entities": entities, "filter": filter_, **more}
         answers.append((await running.post(f"/v1/lookup/{table}", body))["answers"])
-    return [
-        tuple({field: each.get(field) for field in MADE} for each in pair)
-        for pair in zip(*answers, strict=True)
-    ]  # type: ignore[return-value]
+    named, sent = (
+        [{field: each.get(field) for field in MADE} for each in some] for some in answers
+    )
+    return list(zip(named, sent, strict=True))
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -63,6 +70,100 @@ async def test_a_name_means_its_expression(shop: Shop, name: str) -> None:
             for named, sent in pairs:
                 assert named["items"] == sent["items"], f"seed {SEED}: {name} {k}"
                 assert named["short"] == sent["short"], f"seed {SEED}: {name} {k}"
+
+
+async def test_what_was_made_under_a_filter_is_read_and_not_searched(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none(_self: object, _holding: object, cases: list[Case], _turn: object) -> list[None]:
+        return [None] * len(cases)
+
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        users, items, k = sorted(shop.users), shop.ids, 20
+        wanted = {
+            name: [
+                sent["items"]
+                for table, ids in (("user_topk", users), ("item_similar", items))
+                for _, sent in await both(running, table, ids, name, k=k)
+            ]
+            for name in ("in_stock", "hardly")
+        }
+        # When no vector can be had
+        monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
+        found = {
+            name: [
+                named
+                for table, ids in (("user_topk", users), ("item_similar", items))
+                for named, _ in await both(running, table, ids, name, k=k)
+            ]
+            for name in wanted
+        }
+        unmade = await both(running, "user_topk", users, "cheap-sale.1", k=k)
+
+    # Then lists that the night made are whole all the same; the others are what of a list passes
+    assert {name: [each["items"] for each in lists] for name, lists in found.items()} == wanted
+    assert {each["source"] for lists in found.values() for each in lists} <= {"l1", "l2"}
+    assert {each["reason"] for lists in found.values() for each in lists} == {None}
+    assert any(each["short"] for each in found["hardly"])
+    assert any(named["reason"] == "filtered" for named, _ in unmade)
+
+
+async def test_its_order_and_scores_are_those_of_a_look_at_each_item(shop: Shop) -> None:
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        for name in ("in_stock", "hardly"):
+            body = {"entities": sorted(shop.users), "filter": name}
+            for answer in (await running.post("/v1/lookup/user_topk", body))["answers"]:
+                user = answer["id"]
+                items, scores = wanted_of(
+                    shop, shop.users[user], shop.seen[user], DECLARED[name], 50, shop.metric
+                )
+                assert answer["items"] == items
+                np.testing.assert_array_equal(np.array(answer["scores"], np.float32), scores)
+                assert answer["table"] == "user_topk"
+
+
+async def test_another_order_has_the_candidates_of_the_expression(shop: Shop) -> None:
+    rerank = {"diversify": {"attribute": "brand", "most": 1}}
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        pairs = await both(running, "user_topk", sorted(shop.users), "in_stock", k=5, rerank=rerank)
+
+    assert all(named["items"] == sent["items"] for named, sent in pairs)
+
+
+async def test_a_list_that_exclude_uses_up_is_searched_for(shop: Shop) -> None:
+    user = min(shop.users)
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        body = {"entities": [user], "filter": "in_stock"}
+        (whole,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+        out = whole["items"][5:]
+        ((named, sent),) = await both(running, "user_topk", [user], "in_stock", exclude=out)
+
+    assert named["items"] == sent["items"] and len(named["items"]) == 50
+    assert not set(named["items"]) & set(out)
+
+
+async def test_a_table_made_under_a_filter_is_asked_by_the_filter_alone(shop: Shop) -> None:
+    user = min(shop.users)
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        gone = await running.http.get(f"/v1/lookup/user_topk.in_stock/{user}")
+        made = await running.get(f"/v1/explain/user_topk/{user}", filter="hardly")
+        other = await running.get(f"/v1/explain/user_topk/{user}", filter="cheap-sale.1")
+
+    assert gone.status_code == 404 and gone.json()["error"]["code"] == "unknown_table"
+    assert (made["filter"]["table"], made["filter"]["from"]) == ("user_topk.hardly", "list")
+    assert made["filter"]["items_of_list"] == made["record"]["items"]
+    assert made["page"]["state"] == other["page"]["state"] == "ok"
+    assert (other["filter"]["table"], other["filter"]["from"]) == ("user_topk", "vectors")
+
+
+def test_status_tells_what_it_takes(shop: Shop) -> None:
+    (told,) = report(shop.night, look(shop.night))["generations"]
+    manifest = read_manifest(shop.night.store(), told["generation"])
+
+    assert set(manifest.stored) - set(manifest.tables) == {
+        f"{table}.{name}" for name, tables in TABLES.items() for table in tables
+    }
+    assert told["tables"]["user_topk.hardly"] == told["tables"]["user_topk"]
 
 
 async def test_a_name_goes_along_in_all_ways(shop: Shop) -> None:
@@ -116,11 +217,13 @@ async def test_each_generation_has_filters_of_its_own(
         tmp_path_factory.mktemp("two"),
         redis_url,
         filters={
-            "brand": FilterConfig({"==": ["brand", BRANDS[0]]}),
+            "brand": FilterConfig({"==": ["brand", BRANDS[0]]}, ("user_topk",)),
             "old": FilterConfig({"exists": "brand"}),
         },
     )
-    later = replace(shop.night, filters={"brand": FilterConfig({"==": ["brand", BRANDS[1]]})})
+    later = replace(
+        shop.night, filters={"brand": FilterConfig({"==": ["brand", BRANDS[1]]}, ("user_topk",))}
+    )
     live = publish_night(later, NEXT)
     brands = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
     user, found = min(shop.users), {}

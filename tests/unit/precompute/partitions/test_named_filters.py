@@ -60,10 +60,16 @@ def test_they_are_read_from_the_file(tmp_path: Path) -> None:
     path.write_text(
         '[sources]\nitem_features = "i"\nitem_attributes = ["price"]\n'
         '[filters.cheap]\nfilter = {and = [{"<" = ["price", 20]}, {exists = "price"}]}\n'
+        'tables = ["user_topk", "item_similar"]\n[filters.other]\nfilter = {exists = "price"}\n'
     )
 
-    (cheap,) = night_config(str(path), {}).filters.values()
+    config = night_config(str(path), {})
+    cheap = config.filters["cheap"]
 
+    assert config.filtered == {
+        "user_topk.cheap": ("user_topk", "cheap"),
+        "item_similar.cheap": ("item_similar", "cheap"),
+    }
     assert cheap.filter == {"and": [{"<": ["price", 20]}, {"exists": "price"}]}
 
 
@@ -72,8 +78,12 @@ def test_they_are_read_from_the_file(tmp_path: Path) -> None:
     [
         (Sources(), {"x": FilterConfig({"exists": "price"})}, "sources.item_attributes"),
         (None, {"a name": FilterConfig({"exists": "price"})}, "the name of a filter has 1 to 64"),
+        (None, {"x": FilterConfig({"exists": "price"}, ("user_vector",))}, "lists are item_similar, user_topk"),
+        (None, {"x": FilterConfig({"exists": "price"}, ("gone",))}, "names table 'gone'"),
+        (None, {"x" * 60: FilterConfig({"exists": "price"}, ("user_topk",))}, "has 1 to 64"),
+        (None, {"x": FilterConfig({"exists": "price"}, ("user_topk", "user_topk"))}, "one name"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_cannot_be_are_refused(sources: Any, filters: Any, message: str) -> None:
     sources = sources or Sources(item_features="i", item_attributes=("price",))
     with pytest.raises(ConfigError, match=message):
