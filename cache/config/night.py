@@ -13,6 +13,7 @@ from cache.config.gates import GateThresholds
 from cache.config.section import Count, Filled, section
 from cache.config.sections import (
     CanaryConfig,
+    FacetConfig,
     FilterConfig,
     FlipConfig,
     GovernorConfig,
@@ -81,6 +82,7 @@ class NightConfig(SharedConfig):
     sources: Sources = Field(default_factory=Sources)
     tables: dict[str, TableConfig] = Field(default_factory=_default_tables)
     filters: dict[str, FilterConfig] = Field(default_factory=dict)
+    facets: dict[str, FacetConfig] = Field(default_factory=dict)
     gates: GateThresholds = Field(default_factory=GateThresholds)
     flip: FlipConfig = Field(default_factory=FlipConfig)
     canary: CanaryConfig = Field(default_factory=CanaryConfig)
@@ -124,6 +126,7 @@ class NightConfig(SharedConfig):
         for name in self.filters:
             check_name("the name of a filter", name)
         self._check_filtered()
+        self._check_facets()
         if self.filters and not self.sources.item_attributes:
             raise ConfigError(
                 "filters are over the attributes of items: name columns in sources.item_attributes",
@@ -155,11 +158,24 @@ class NightConfig(SharedConfig):
                 field="filters",
             )
 
+    def _check_facets(self) -> None:
+        attributes = self.sources.item_attributes
+        for name, each in self.facets.items():
+            check_name("the name of a facet", name)
+            if name in self.tables or name in self.filtered:
+                raise ConfigError(f"facets.{name} has the name of another table", field="facets")
+            if each.attribute not in attributes:
+                raise ConfigError(
+                    f"facets.{name} is of {each.attribute!r}; sources.item_attributes has "
+                    f"{', '.join(attributes) or 'none'}",
+                    field="facets",
+                )
+
     def semantic(self) -> bytes:
         """Canonical bytes of the settings that decide what a generation holds."""
         names = ["namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources"]
-        if self.filters:  # a night without them keeps its id
-            names.append("filters")
+        # A night without them keeps its id.
+        names += [name for name in ("filters", "facets") if getattr(self, name)]
         return orjson.dumps(
             {name: getattr(self, name) for name in names}, option=orjson.OPT_SORT_KEYS
         )

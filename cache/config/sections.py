@@ -92,7 +92,17 @@ class FilterConfig:
     """Expression as requests send it, such as `{"<" = ["price", 20]}`."""
     tables: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     """Tables of lists (kinds `user_topk` and `item_similar`) of which another one is made and loaded, of the best that
-    passes: requests under the name are answered from it."""
+    passes: requests under the name are answered from it. `larder plan` says from how many on it pays."""
+
+
+@section
+class FacetConfig:
+    """Table of the best items with each value of an attribute, in `[facets.NAME]`, by the score of the defaults."""
+
+    attribute: Filled
+    """Attribute of items, a text or a list of texts; its values are the ids of the table."""
+    k: Annotated[int, Field(ge=1, le=1000)] = 100
+    """Number of items of a list."""
 
 
 @section

@@ -22,9 +22,11 @@ WITH_WEIGHTS: Final = 2
 WITH_ATTRIBUTES: Final = 3
 """Version of a manifest whose items have attributes."""
 WITH_FILTERS: Final = 4
-"""Version of a manifest that declares filters."""
+"""Version of a manifest that declares filters, or has facets."""
 
 EntityKind = Literal["user", "item"]
+FACET: Final = "facet."
+"""Beginning of the name of a facet's entity set, its values; the table's own name follows."""
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
 """Generation id: `data_until` in UTC, then a digest of configuration, bundle and inputs."""
 CUT_CHARS = len("20260131T000000Z")
@@ -64,9 +66,9 @@ class DirectoryPart:
 
 @dataclass(frozen=True, slots=True)
 class EntitySet:
-    """All entities of one kind, sorted by hash; tables of the same entity share it."""
+    """All entities of one kind, or a facet's values, sorted by hash; tables of the same entity share it."""
 
-    name: EntityKind
+    name: str
     seed: int
     count: int
     parts: tuple[DirectoryPart, ...]
@@ -97,7 +99,7 @@ class Table:
     """Table of one kind of prediction for one kind of entity."""
 
     name: str
-    entity: EntityKind
+    entity: str
     producer: Producer
     layout: Layout
     records_per_page: int
@@ -108,6 +110,11 @@ class Table:
     def kind(self) -> Kind:
         """Kind of the records: topk, vector or value."""
         return self.layout.kind
+
+    @property
+    def is_facet(self) -> bool:
+        """True if its entities are values of an attribute, of which no model knows anything."""
+        return self.entity.startswith(FACET)
 
     @property
     def page_bytes(self) -> int:
@@ -262,16 +269,9 @@ class Manifest:
 
     def artefacts(self) -> list[Artefact]:
         """Every file a serving host needs; pages live in Redis and stay in the store."""
-        files = [
-            self.items.ids,
-            self.items.offsets,
-            self.items.vectors,
-            self.items.model_index,
-            self.defaults,
-        ]
-        files += [
-            each for column in self.items.attributes.values() for each in column.parts().values()
-        ]
+        items = self.items
+        files = [items.ids, items.offsets, items.vectors, items.model_index, self.defaults]
+        files += [each for one in items.attributes.values() for each in one.parts().values()]
         files += [each for part in self.seen for each in (part.ends, part.items)]
         files += [part.file for entities in self.entity_sets.values() for part in entities.parts]
         files += [index.file for index in self.indexes.values()]

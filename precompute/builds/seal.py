@@ -7,6 +7,7 @@ from typing import Any
 
 from cache.control.night_steps import NIGHT, SEALED_BY, TIMED_APART
 from cache.format.manifest import (
+    FACET,
     MANIFEST_FORMAT,
     WITH_ATTRIBUTES,
     WITH_FILTERS,
@@ -20,6 +21,7 @@ from cache.format.manifest import (
     Manifest,
     Model,
     NamedFilter,
+    Producer,
     SeenPart,
     Table,
     TablePart,
@@ -36,6 +38,7 @@ from precompute.builds.build import (
 from precompute.builds.tables import (
     configured_tables,
     entity_of,
+    facet_layout,
     layout_of,
     producer_of,
     records_per_page,
@@ -54,7 +57,7 @@ WITHOUT_INTERACTIONS = "without_interactions"
 WRITERS = {
     WITH_WEIGHTS: "a night of a model with weights beside its file writes",
     WITH_ATTRIBUTES: "a night of items with attributes writes",
-    WITH_FILTERS: "a night of declared filters writes",
+    WITH_FILTERS: "a night of declared filters or facets writes",
 }
 """Version of a manifest above the first -> words for who writes it."""
 
@@ -73,6 +76,7 @@ def seal(made: Build) -> Manifest:
     reports = [made.need(shard_report(shard)) for shard in range(config.shards)]
     fetch_items(made)
     attributes = begun.get("attributes", {})
+    facets = begun.get("facets") or steps["embed_items"].get("facets") or {}
     for file in (catalogue.VECTORS, *paths_of(attributes)):
         made.fetch(file)
     made.fetch("defaults.json")
@@ -88,7 +92,8 @@ def seal(made: Build) -> Manifest:
             "item": _entity_set("item", begun["item_seed"], [
                 asdict(made.describe(catalogue.directory_file("item", shard))) for shard in range(config.shards)
             ]),
-        },
+        }
+        | {f"{FACET}{name}": _values(name, each) for name, each in facets.items()},
         items=ItemFiles(
             ids=made.describe(catalogue.IDS),
             offsets=made.describe(catalogue.OFFSETS),
@@ -101,7 +106,8 @@ def seal(made: Build) -> Manifest:
                 for name, (kind, files) in attributes.items()
             },
         ),
-        tables=_tables(config, bundle, reports),
+        tables=_tables(config, bundle, reports)
+        | {name: _facet(config, name, each["table"]) for name, each in facets.items()},
         models={
             name: Model(**{
                 **each, **{file: Artefact(**each[file]) for file in ("fp32", "int8", "weights") if each.get(file)},
@@ -146,7 +152,7 @@ def seal(made: Build) -> Manifest:
 
 def manifest_format(config: NightConfig, bundle: Bundle) -> int:
     """Version of the manifest that a night writes: the oldest that says what it has to."""
-    if config.filters:
+    if config.filters or config.facets:
         return WITH_FILTERS
     if config.sources.item_attributes:
         return WITH_ATTRIBUTES
@@ -176,6 +182,20 @@ def _tables(config: NightConfig, bundle: Bundle, reports: Sequence[Step]) -> dic
         name: _table(config, bundle, reports, name, table)
         for name, table in configured_tables(config, bundle).items()
     }
+
+
+def _values(name: str, facet: Step) -> EntitySet:
+    count = facet["table"]["count"]
+    part = DirectoryPart(0, count, Artefact(**facet["directory"]))
+    return EntitySet(f"{FACET}{name}", facet["seed"], count, (part,))
+
+
+def _facet(config: NightConfig, name: str, part: Step) -> Table:
+    layout = facet_layout(config.facets[name].k)
+    per_page, count = records_per_page(layout, config.page_bytes), part["count"]
+    file, sums = Artefact(**part["file"]), Artefact(**part["sums"])
+    parts = (TablePart(0, -(-count // per_page), count, file, sums),)
+    return Table(name, f"{FACET}{name}", Producer("none"), layout, per_page, parts, ())
 
 
 def _filters(

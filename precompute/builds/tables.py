@@ -45,6 +45,11 @@ def layout_of(bundle: Bundle, table: TableConfig) -> Layout:
             )
 
 
+def facet_layout(k: int) -> Layout:
+    """Layout of a facet's lists: float32, as shares of all interactions may be of any size."""
+    return Layout("topk", k, "f4")
+
+
 def metric_of(bundle: Bundle, table: TableConfig) -> Metric:
     """Metric by which a top-K table compares vectors: its own, else cosine for similar items, else the bundle's."""
     return table.metric or ("cosine" if table.kind == "item_similar" else bundle.metric)

@@ -16,6 +16,7 @@ from cache.process.redis_server import server
 from precompute.builds.tables import (
     configured_tables,
     entity_of,
+    facet_layout,
     layout_of,
     metric_of,
     scored_tables,
@@ -201,6 +202,7 @@ def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int)
     sized = replace(bundle, dims=dims)
     per_user = min(config.history_limit, int(begun["interactions"]) / len(trial.sample.ids))
     partition = sum(each.stat().st_size for each in (root / "work/partition").iterdir())
+    facets = begun.get("facets") or trial.build.need("embed_items").get("facets") or {}
     listed = [each for each in tables.values() if each.kind in ("user_topk", "item_similar")]
     return Shape(
         users=users,
@@ -219,6 +221,10 @@ def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int)
         },
         model_items=items,
         model_dims=bundle.dims,
+        facets={
+            name: (each["table"]["count"], facet_layout(config.facets[name].k))
+            for name, each in facets.items()
+        },
         metrics=len({metric_of(bundle, each) for each in listed}),
         index=config.index,
         defaults_bytes=(root / "defaults.json").stat().st_size,

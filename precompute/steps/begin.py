@@ -42,7 +42,7 @@ from precompute.partitions.shard_files import kinds_of
 from precompute.releases.registry import open_releases
 from precompute.releases.release_log import ReleaseLog
 from precompute.scoring.defaults import FILE as DEFAULTS
-from precompute.scoring.defaults import write_defaults
+from precompute.scoring.defaults import shares, write_defaults, write_facets
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
 from precompute.sources.files import all_files, pin
@@ -235,6 +235,7 @@ def _prepare(
     if counts_clicks:
         popular = partial(catalogue.popular, items, seen.popularity)
         write_defaults(build, bundle, lambda table: popular(table.k))
+        facts = facts | write_facets(build, attributes, items, shares(seen.popularity))
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
     kinds = kinds_of(facts)
     files = [

@@ -134,7 +134,7 @@ class Hot:
         passing = None
         if options.filter is not None:
             # What passes must be known, and be asked of lists: else the routes behind find out, or say what is wrong.
-            if live.filtering is not None and table.kind == "topk":
+            if live.filtering is not None and table.kind == "topk" and not table.is_facet:
                 passing = live.filtering.kept(options.filter)
             if passing is None:
                 return None

@@ -236,6 +236,8 @@ def want_of_previous(previous: Snapshot, case: Case) -> Want | str:
     table = previous.manifest.tables.get(case.table.name)
     if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
         return "no_such_table"
+    if table.is_facet and case.want.position < 0:  # items that had this value have another now
+        return "not_in_generation"
     want = want_in(previous, table, raw)
     # Never an overlay: it was computed for another night.
     return want if want.position >= 0 else "not_in_generation"

@@ -61,6 +61,12 @@ class Filters:
                     f"{case.table.name} holds no lists: {field} goes with tables that do",
                     field,
                 )
+            if case.table.is_facet and options.filter is not None:
+                raise unprocessable(
+                    "invalid_filter",
+                    f"{case.table.name} is a facet, whose values have no vector to find more by: ask another table",
+                    "filter",
+                )
         await self._shape(holding.live, turn)
         if holding.previous is not None:
             # Where its items had other attributes, it cannot answer this.

@@ -69,7 +69,8 @@ class Evidence:
     @cached_property
     def asked_scans(self) -> Mapping[str, Scan]:
         """Scans of the tables that the model alone has filled: under a filter lists may be short, and much alike."""
-        return {name: self.scans[name] for name in self.manifest.tables}
+        tables = self.manifest.tables.items()
+        return {name: self.scans[name] for name, table in tables if not table.is_facet}
 
     @cached_property
     def allowed(self) -> Mapping[str, NDArray[np.bool_]]:

@@ -82,7 +82,7 @@ def history_in_lists(candidate: Candidate) -> Measured:
     """Lists of sampled users hold no item of their own history, lists of items never the item itself."""
     evidence, leaks, noted = candidate.evidence, 0, ""
     for table in candidate.manifest.stored.values():
-        if table.kind != "topk":
+        if table.kind != "topk" or table.is_facet:
             continue
         if table.entity == "user":
             positions, excluded = evidence.users.positions, evidence.seen
