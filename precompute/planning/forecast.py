@@ -30,6 +30,7 @@ from precompute.control.control_keys import connect
 from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.shard_files import USER_VECTORS
 from precompute.planning.capacity import CapacityLimits, verdicts
+from precompute.planning.filter_costs import FilterCost, filter_costs
 from precompute.planning.hits import Hits, Popularity, hits, popularity_of, zipf
 from precompute.planning.memory import step_bytes
 from precompute.planning.rehearsal import page_costs, time_load
@@ -81,6 +82,7 @@ class Forecast:
     """Seconds that loading may take at most beside readers."""
     gpu_s: float | None
     hits: Sequence[Hits]
+    filters: Sequence[FilterCost] = ()
 
     @property
     def is_busy(self) -> bool:
@@ -117,6 +119,7 @@ class Forecast:
             "load_cpu_s": self.load.cpu_s,
             "load_beside_readers_max_s": self.floor_s,
             "l1": [asdict(each) for each in self.hits],
+            "filters": [each.to_json() for each in self.filters],
         }
 
 
@@ -155,6 +158,7 @@ def forecast(
                 sizes = {size for each in pages for size in each.sizes}
                 costs = page_costs(client, config.keyspace(), sizes)
                 redis_bytes = round(sum(each.sum(costs) for each in pages))
+                filters = filter_costs(trial, shape, client, costs)
                 progress("rehearse the load", 0, 1)
                 loading = time_load(trial.build.config, shape, client)
     popularity = (
@@ -166,7 +170,7 @@ def forecast(
         len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(loading),
         shape.payload_bytes / (config.governor.floor_mib_s * MIB),
-        gpu_seconds(timings, asked.gpu_users_per_s, shape), _hits(shape, asked, popularity),
+        gpu_seconds(timings, asked.gpu_users_per_s, shape), _hits(shape, asked, popularity), filters,
     )  # fmt: skip
 
 

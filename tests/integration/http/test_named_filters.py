@@ -1,5 +1,6 @@
 """Named filters over HTTP: a name is answered as the expression that the answering generation declares by it."""
 
+import io
 import os
 import random
 from dataclasses import replace
@@ -10,10 +11,15 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 import pytest
+from rich.console import Console
 
+from cache.filters.expression import read_filter
 from cache.store.artefacts import read_manifest
+from precompute.bulk.parts import total_bytes
+from precompute.cli.plan import _tables
 from precompute.cli.status_report import look, report
 from precompute.config.settings import FilterConfig
+from precompute.planning.forecast import PlanParameters, forecast
 from serving.client import AsyncClient, InvalidRequest, Options
 from serving.explain import cli as explain_cli
 from serving.explain import lookup_cli
@@ -21,9 +27,10 @@ from serving.lookup.entity import Case
 from serving.ranking.filtered_lookup import FilteredLookup
 from tests.integration.http.hot_way import Asked, running
 from tests.integration.http.shop import BRANDS, Shop, make_shop, wanted_of
-from tests.integration.nights import NEXT, publish_night
+from tests.integration.nights import NEXT, UNTIL, publish_night, top_lists
 from tests.integration.program import environment, started
 from tests.integration.serving_app import BASE, Running, eventually, serving
+from tests.unit.cache.filters.columns import passes
 
 SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
 DECLARED: dict[str, Any] = {
@@ -288,3 +295,35 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
     }
     assert len(answer["items"]) == 10 and set(answer["items"]) <= stocked
     assert told["filter"]["passing"] == len(stocked)
+
+
+def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
+    (told,) = report(shop.night, look(shop.night))["generations"]
+    manifest = read_manifest(shop.night.store(), told["generation"])
+    lists = top_lists(shop.night, manifest.generation, sorted(shop.users))
+    asked = PlanParameters(sample=1.0, seconds=0.1, data_until=UNTIL, qps=50.0)
+
+    found = forecast(shop.night, asked)
+
+    assert found.to_json()["pages"].keys() == manifest.stored.keys()
+    assert found.shape.payload_bytes == pytest.approx(total_bytes(manifest), rel=0.05)
+    costs = {each.name: each for each in found.filters}
+    assert costs.keys() == {f"{table}.{name}" for table in LISTS for name in DECLARED}
+    made = {f"{table}.{name}" for name, tables in TABLES.items() for table in tables}
+    assert {name for name, each in costs.items() if each.is_made} == made
+    attributes = dict(zip(shop.ids, shop.attributes, strict=True))
+    for name, filter_ in DECLARED.items():
+        root = read_filter(filter_).root
+        passing = [
+            sum(passes(root, attributes[each]) for each in items) for items in lists.values()
+        ]
+        cost = costs[f"user_topk.{name}"]
+        assert cost.passing == sum(passes(root, each) for each in shop.attributes)
+        # The plan has timed half of the users, those of a shard, and goes by these.
+        assert cost.cut == pytest.approx(np.mean([each < 50 for each in passing]), abs=0.1)
+        assert cost.cut_few == pytest.approx(np.mean([each < 10 for each in passing]), abs=0.1)
+        assert cost.redis_bytes > 0 and 0 < cost.pays_from < float("inf")
+    rows = Console(file=(text := io.StringIO()), width=250)
+    for each in _tables(found, [], asked, 3):
+        rows.print(each)
+    assert "user_topk.cheap-sale.1" in text.getvalue() and "lookups a day" in text.getvalue()
