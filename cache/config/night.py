@@ -13,6 +13,8 @@ from cache.config.gates import GateThresholds
 from cache.config.section import Count, Filled, section
 from cache.config.sections import (
     CanaryConfig,
+    FacetConfig,
+    FilterConfig,
     FlipConfig,
     GovernorConfig,
     ReferenceConfig,
@@ -26,6 +28,8 @@ from cache.errors import ConfigError
 DEFAULT_BUNDLE: Final = ".larder/bundle"
 _DEVICE: Final = re.compile(r"auto|off|cpu|cuda(:\d{1,3})?")
 _KIB = 1024
+LISTS: Final = ("user_topk", "item_similar")
+"""Kinds of tables that hold lists."""
 
 
 def _default_tables() -> dict[str, TableConfig]:
@@ -77,6 +81,8 @@ class NightConfig(SharedConfig):
     """Seconds that `warm` may take."""
     sources: Sources = Field(default_factory=Sources)
     tables: dict[str, TableConfig] = Field(default_factory=_default_tables)
+    filters: dict[str, FilterConfig] = Field(default_factory=dict)
+    facets: dict[str, FacetConfig] = Field(default_factory=dict)
     gates: GateThresholds = Field(default_factory=GateThresholds)
     flip: FlipConfig = Field(default_factory=FlipConfig)
     canary: CanaryConfig = Field(default_factory=CanaryConfig)
@@ -117,10 +123,59 @@ class NightConfig(SharedConfig):
             )
         for name in self.tables:
             check_name("the name of a table", name)
+        for name in self.filters:
+            check_name("the name of a filter", name)
+        self._check_filtered()
+        self._check_facets()
+        if self.filters and not self.sources.item_attributes:
+            raise ConfigError(
+                "filters are over the attributes of items: name columns in sources.item_attributes",
+                field="filters",
+            )
+
+    @property
+    def filtered(self) -> dict[str, tuple[str, str]]:
+        """Tables made under filters, by their own names: the table that is asked, and the filter."""
+        return {f"{table}.{name}": (table, name) for table, name in self._filtered()}
+
+    def _filtered(self) -> list[tuple[str, str]]:
+        return [(table, name) for name, each in self.filters.items() for table in each.tables]
+
+    def _check_filtered(self) -> None:
+        lists = sorted(name for name, each in self.tables.items() if each.kind in LISTS)
+        for table, name in self._filtered():
+            if table not in lists:
+                raise ConfigError(
+                    f"filters.{name} names table {table!r}; tables of lists are {', '.join(lists) or 'none'}",
+                    field="filters",
+                )
+            check_name(
+                "the name of a table and a filter, with a dot between them,", f"{table}.{name}"
+            )
+        if len(self.filtered) < len(self._filtered()) or self.filtered.keys() & self.tables.keys():
+            raise ConfigError(
+                "two tables would have one name: those made under a filter are called TABLE.FILTER",
+                field="filters",
+            )
+
+    def _check_facets(self) -> None:
+        attributes = self.sources.item_attributes
+        for name, each in self.facets.items():
+            check_name("the name of a facet", name)
+            if name in self.tables or name in self.filtered:
+                raise ConfigError(f"facets.{name} has the name of another table", field="facets")
+            if each.attribute not in attributes:
+                raise ConfigError(
+                    f"facets.{name} is of {each.attribute!r}; sources.item_attributes has "
+                    f"{', '.join(attributes) or 'none'}",
+                    field="facets",
+                )
 
     def semantic(self) -> bytes:
         """Canonical bytes of the settings that decide what a generation holds."""
-        names = ("namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources")
+        names = ["namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources"]
+        # A night without them keeps its id.
+        names += [name for name in ("filters", "facets") if getattr(self, name)]
         return orjson.dumps(
             {name: getattr(self, name) for name in names}, option=orjson.OPT_SORT_KEYS
         )

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -42,10 +42,11 @@ def page() -> str:
             fields_of(NightConfig).keys() - inherited.keys() - own.keys(),
         ),
     ]
+    many = {
+        name for name, each in fields_of(NightConfig).items() if get_origin(each.annotation) is dict
+    }
     for name, kind in own.items():
-        parts += _part(
-            "`[tables.NAME]`" if name == "tables" else f"`[{name}]`", kind, fields_of(kind)
-        )
+        parts += _part(f"`[{name}.NAME]`" if name in many else f"`[{name}]`", kind, fields_of(kind))
     within = sections_of(ServingConfig)
     chosen = fields_of(ServingConfig).keys() - inherited.keys() - within.keys()
     parts += _part("`[serving]`", ServingConfig, chosen)

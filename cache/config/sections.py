@@ -17,7 +17,7 @@ from cache.format.records.layout import Precision
 SourceFormat = Literal["auto", "parquet", "csv", "lines"]
 
 
-def _paths(value: Any) -> Any:
+def _texts(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
@@ -25,7 +25,7 @@ def _paths(value: Any) -> Any:
 class Sources:
     """Inputs of the night, in `[sources]`; paths may hold wildcards and are relative to the configuration file."""
 
-    interactions: Annotated[tuple[str, ...], BeforeValidator(_paths)] = ()
+    interactions: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     """Files, folders, wildcards or fsspec URLs of what users did; may be empty where `user_vectors` is set."""
     format: SourceFormat = "auto"
     """Format of those files; `auto` goes by their names."""
@@ -82,6 +82,27 @@ class TableConfig:
             raise ConfigError(
                 'a value table names its model output, e.g. value = "user_affinity"', field="value"
             )
+
+
+@section
+class FilterConfig:
+    """Filter that requests call by its name, in `[filters.NAME]`; it belongs to the generations made from then on."""
+
+    filter: dict[str, Any]
+    """Expression as requests send it, such as `{"<" = ["price", 20]}`."""
+    tables: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    """Tables of lists (kinds `user_topk` and `item_similar`) of which another one is made and loaded, of the best that
+    passes: requests under the name are answered from it. `larder plan` says from how many on it pays."""
+
+
+@section
+class FacetConfig:
+    """Table of the best items with each value of an attribute, in `[facets.NAME]`, by the score of the defaults."""
+
+    attribute: Filled
+    """Attribute of items, a text or a list of texts; its values are the ids of the table."""
+    k: Annotated[int, Field(ge=1, le=1000)] = 100
+    """Number of items of a list."""
 
 
 @section

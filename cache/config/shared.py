@@ -1,19 +1,17 @@
 """Settings that night and service share: they stand above the file's sections."""
 
-import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
 from cache.config.section import Filled, section
 from cache.config.timetable import Timetable
 from cache.errors import ConfigError
-from cache.format.redis_keys import Keyspace
+from cache.format.redis_keys import NAME, Keyspace
 from cache.l2 import slots
 from cache.store.artefacts import ArtefactStore
 
-NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 _SCHEMES = ("redis://", "rediss://", "unix://", *slots.SCHEMES)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.directory import map_file
-from cache.format.manifest import Attribute, AttributeKind, Manifest
+from cache.format.manifest import AttributeKind, Manifest
 
 NO_CODE: Final = np.uint32(0xFFFF_FFFF)
 """Code of a text that an item does not have."""
@@ -70,11 +70,21 @@ class ItemAttributes:
     @classmethod
     def open(cls, root: Path, manifest: Manifest) -> Self:
         """Maps the columns that a manifest lists."""
-        files = manifest.items
-        return cls(
-            files.count,
-            {name: _open(root, each, files.count) for name, each in files.attributes.items()},
+        return cls.of_files(
+            root,
+            {
+                name: (each.kind, {part: file.path for part, file in each.parts().items()})
+                for name, each in manifest.items.attributes.items()
+            },
+            manifest.items.count,
         )
+
+    @classmethod
+    def of_files(
+        cls, root: Path, files: Mapping[str, tuple[AttributeKind, Mapping[str, str]]], count: int
+    ) -> Self:
+        """Maps columns from the kind of each and the paths of its files, by their names in `Attribute`."""
+        return cls(count, {name: _open(root, *each, count) for name, each in files.items()})
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -82,17 +92,16 @@ class ItemAttributes:
         return {name: each.kind for name, each in sorted(self.columns.items())}
 
 
-def _open(root: Path, attribute: Attribute, count: int) -> AttributeColumn:
-    dtype = DTYPES[attribute.kind]
+def _open(root: Path, kind: AttributeKind, files: Mapping[str, str], count: int) -> AttributeColumn:
+    dtype = DTYPES[kind]
     names = offsets = None
-    if attribute.names is not None and attribute.name_offsets is not None:
+    if "names" in files:
         names = Names(
-            map_file(root / attribute.names.path, "u1"),
-            map_file(root / attribute.name_offsets.path, "<u8"),
+            map_file(root / files["names"], "u1"), map_file(root / files["name_offsets"], "<u8")
         )
-    if attribute.offsets is not None:
-        offsets = map_file(root / attribute.offsets.path, "<u8", (count + 1,))
-        values = map_file(root / attribute.values.path, dtype)
+    if "offsets" in files:
+        offsets = map_file(root / files["offsets"], "<u8", (count + 1,))
+        values = map_file(root / files["values"], dtype)
     else:
-        values = map_file(root / attribute.values.path, dtype, (count,))
-    return AttributeColumn(attribute.kind, values, offsets, names)
+        values = map_file(root / files["values"], dtype, (count,))
+    return AttributeColumn(kind, values, offsets, names)

@@ -1,5 +1,6 @@
 """Filtering of one generation: what passes, and the best of it for a vector."""
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from cache.filters.attributes import ItemAttributes
 from cache.filters.best import BestOf
-from cache.filters.expression import Filter
+from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.masks import Masks, Passing
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
@@ -18,13 +19,33 @@ BYTES_MAX = 64 << 20
 """Bytes that may be kept of filters, of each generation and process: a million items take 125 KB for each."""
 
 
+class UnknownFilter(InvalidFilter):
+    """A name that the generation has no filter of; `details["declared"]` has those there are."""
+
+    code = "unknown_filter"
+
+
+def unknown_filter(name: str, declared: Collection[str] = ()) -> UnknownFilter:
+    """Refusal of a filter by its name, with the names of those that the generation has."""
+    known = sorted(declared)
+    return UnknownFilter(
+        f"this generation has no filter {name[:64]!r}; there are {', '.join(known) or 'none'}",
+        declared=known,
+    )
+
+
 class Filtering:
-    """Filters over a generation's items; for any thread."""
+    """Filters over a generation's items, sent or called by their names in its manifest; for any thread."""
 
     def __init__(
-        self, attributes: ItemAttributes, vectors: NDArray[np.float32], bytes_max: int = BYTES_MAX
+        self,
+        attributes: ItemAttributes,
+        vectors: NDArray[np.float32],
+        bytes_max: int = BYTES_MAX,
+        declared: Mapping[str, Filter] | None = None,
     ) -> None:
         self.attributes = attributes
+        self._declared = declared or {}
         self._masks = Masks(attributes, bytes_max)
         self._best = BestOf(vectors)
 
@@ -33,15 +54,21 @@ class Filtering:
         """Maps the attributes of a generation; None where its items have none."""
         if not manifest.items.attributes:
             return None
-        return cls(ItemAttributes.open(root, manifest), items.vectors)
+        declared = {name: read_filter(each.expression) for name, each in manifest.filters.items()}
+        return cls(ItemAttributes.open(root, manifest), items.vectors, declared=declared)
 
-    def kept(self, filter_: Filter) -> Passing | None:
+    def kept(self, filter_: Filter | str) -> Passing | None:
         """Items that pass, where that is known already."""
-        return self._masks.kept(filter_)
+        found = self._declared.get(filter_) if isinstance(filter_, str) else filter_
+        return None if found is None else self._masks.kept(found)
 
-    def passing(self, filter_: Filter) -> Passing:
-        """Items that pass; raises InvalidFilter for a filter that does not fit the attributes."""
-        return self._masks.of(filter_)
+    def passing(self, filter_: Filter | str) -> Passing:
+        """Items that pass; raises InvalidFilter for one that does not fit the attributes, or an unknown name."""
+        if not isinstance(filter_, str):
+            return self._masks.of(filter_)
+        if (found := self._declared.get(filter_)) is None:
+            raise unknown_filter(filter_, self._declared)
+        return self._masks.of(found)
 
     def best(
         self,

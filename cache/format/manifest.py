@@ -21,8 +21,12 @@ WITH_WEIGHTS: Final = 2
 """Version of a manifest in which a model has weights beside it."""
 WITH_ATTRIBUTES: Final = 3
 """Version of a manifest whose items have attributes."""
+WITH_FILTERS: Final = 4
+"""Version of a manifest that declares filters, or has facets."""
 
 EntityKind = Literal["user", "item"]
+FACET: Final = "facet."
+"""Beginning of the name of a facet's entity set, its values; the table's own name follows."""
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
 """Generation id: `data_until` in UTC, then a digest of configuration, bundle and inputs."""
 CUT_CHARS = len("20260131T000000Z")
@@ -62,9 +66,9 @@ class DirectoryPart:
 
 @dataclass(frozen=True, slots=True)
 class EntitySet:
-    """All entities of one kind, sorted by hash; tables of the same entity share it."""
+    """All entities of one kind, or a facet's values, sorted by hash; tables of the same entity share it."""
 
-    name: EntityKind
+    name: str
     seed: int
     count: int
     parts: tuple[DirectoryPart, ...]
@@ -95,7 +99,7 @@ class Table:
     """Table of one kind of prediction for one kind of entity."""
 
     name: str
-    entity: EntityKind
+    entity: str
     producer: Producer
     layout: Layout
     records_per_page: int
@@ -106,6 +110,11 @@ class Table:
     def kind(self) -> Kind:
         """Kind of the records: topk, vector or value."""
         return self.layout.kind
+
+    @property
+    def is_facet(self) -> bool:
+        """True if its entities are values of an attribute, of which no model knows anything."""
+        return self.entity.startswith(FACET)
 
     @property
     def page_bytes(self) -> int:
@@ -167,10 +176,12 @@ class Attribute:
     names: Artefact | None = None
     name_offsets: Artefact | None = None
 
-    def files(self) -> list[Artefact]:
-        """Files of the column."""
-        found = (self.values, self.offsets, self.names, self.name_offsets)
-        return [each for each in found if each is not None]
+    def parts(self) -> dict[str, Artefact]:
+        """Files of the column, by their names here."""
+        found = {
+            "values": self.values, "offsets": self.offsets, "names": self.names, "name_offsets": self.name_offsets,
+        }  # fmt: skip
+        return {name: each for name, each in found.items() if each is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +206,17 @@ class SeenPart:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedFilter:
+    """Filter that requests call by its name: the expression as they could send it.
+
+    `tables` holds tables whose lists are the best of what passes, by the name of the table that is asked under it.
+    """
+
+    expression: Mapping[str, Any]
+    tables: Mapping[str, Table] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Manifest of one generation; `data_until` and `created_at` are Unix seconds."""
 
@@ -216,6 +238,7 @@ class Manifest:
     timings: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     seen: tuple[SeenPart, ...] = ()
+    filters: Mapping[str, NamedFilter] = field(default_factory=dict)
     format: int = MANIFEST_FORMAT
 
     def to_bytes(self) -> bytes:
@@ -227,6 +250,8 @@ class Manifest:
         if not told["seen"] and not told["items"].get("attributes"):  # nor has format 2 these
             del told["seen"]
             told["items"].pop("attributes", None)
+        if not told["filters"]:  # nor has format 3 this
+            del told["filters"]
         return orjson.dumps(
             told,
             option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
@@ -244,14 +269,9 @@ class Manifest:
 
     def artefacts(self) -> list[Artefact]:
         """Every file a serving host needs; pages live in Redis and stay in the store."""
-        files = [
-            self.items.ids,
-            self.items.offsets,
-            self.items.vectors,
-            self.items.model_index,
-            self.defaults,
-        ]
-        files += [each for column in self.items.attributes.values() for each in column.files()]
+        items = self.items
+        files = [items.ids, items.offsets, items.vectors, items.model_index, self.defaults]
+        files += [each for one in items.attributes.values() for each in one.parts().values()]
         files += [each for part in self.seen for each in (part.ends, part.items)]
         files += [part.file for entities in self.entity_sets.values() for part in entities.parts]
         files += [index.file for index in self.indexes.values()]
@@ -259,9 +279,15 @@ class Manifest:
             files += [*model.fp32_files, *([model.int8] if model.int8 else [])]
         return files
 
+    @property
+    def stored(self) -> dict[str, Table]:
+        """All tables that have pages, by their own names: those that are asked, and those made under filters."""
+        made = [table for each in self.filters.values() for table in each.tables.values()]
+        return {**self.tables, **{table.name: table for table in made}}
+
     def pages(self) -> list[Artefact]:
         """Every file of pages and their checksums."""
-        parts = [part for table in self.tables.values() for part in table.parts]
+        parts = [part for table in self.stored.values() for part in table.parts]
         return [artefact for part in parts for artefact in (part.file, part.sums)]
 
 

@@ -1,5 +1,6 @@
 """Keys in Redis, by namespace. Pure."""
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -7,6 +8,9 @@ from cache.formats import FORMATS, KEYS
 
 KEYSPACE_VERSION: Final = FORMATS[KEYS].written
 """Version of all keys in Redis: with another one, everything there is somebody else's."""
+
+NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
+"""Name of a namespace, a table or a filter: fit for keys and folder names alike."""
 
 
 def hash_hex(key: int | bytes) -> str:

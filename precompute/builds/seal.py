@@ -7,8 +7,10 @@ from typing import Any
 
 from cache.control.night_steps import NIGHT, SEALED_BY, TIMED_APART
 from cache.format.manifest import (
+    FACET,
     MANIFEST_FORMAT,
     WITH_ATTRIBUTES,
+    WITH_FILTERS,
     WITH_WEIGHTS,
     Artefact,
     Attribute,
@@ -18,6 +20,8 @@ from cache.format.manifest import (
     ItemFiles,
     Manifest,
     Model,
+    NamedFilter,
+    Producer,
     SeenPart,
     Table,
     TablePart,
@@ -34,13 +38,14 @@ from precompute.builds.build import (
 from precompute.builds.tables import (
     configured_tables,
     entity_of,
+    facet_layout,
     layout_of,
     producer_of,
     records_per_page,
 )
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Step
-from precompute.config.settings import NightConfig
+from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
 from precompute.partitions.item_attributes import paths_of
 from precompute.partitions.shard_files import first_hash
@@ -48,6 +53,13 @@ from precompute.sources.unusable import merged
 
 WITHOUT_INTERACTIONS = "without_interactions"
 """Fact of a generation whose night was given no table of interactions; no other has it."""
+
+WRITERS = {
+    WITH_WEIGHTS: "a night of a model with weights beside its file writes",
+    WITH_ATTRIBUTES: "a night of items with attributes writes",
+    WITH_FILTERS: "a night of declared filters or facets writes",
+}
+"""Version of a manifest above the first -> words for who writes it."""
 
 REPORTED = tuple(name for name in NIGHT[: NIGHT.index(SEALED_BY)] if name != "score")
 """Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""
@@ -64,6 +76,7 @@ def seal(made: Build) -> Manifest:
     reports = [made.need(shard_report(shard)) for shard in range(config.shards)]
     fetch_items(made)
     attributes = begun.get("attributes", {})
+    facets = begun.get("facets") or steps["embed_items"].get("facets") or {}
     for file in (catalogue.VECTORS, *paths_of(attributes)):
         made.fetch(file)
     made.fetch("defaults.json")
@@ -79,7 +92,8 @@ def seal(made: Build) -> Manifest:
             "item": _entity_set("item", begun["item_seed"], [
                 asdict(made.describe(catalogue.directory_file("item", shard))) for shard in range(config.shards)
             ]),
-        },
+        }
+        | {f"{FACET}{name}": _values(name, each) for name, each in facets.items()},
         items=ItemFiles(
             ids=made.describe(catalogue.IDS),
             offsets=made.describe(catalogue.OFFSETS),
@@ -92,7 +106,8 @@ def seal(made: Build) -> Manifest:
                 for name, (kind, files) in attributes.items()
             },
         ),
-        tables=_tables(config, bundle, reports),
+        tables=_tables(config, bundle, reports)
+        | {name: _facet(config, name, each["table"]) for name, each in facets.items()},
         models={
             name: Model(**{
                 **each, **{file: Artefact(**each[file]) for file in ("fp32", "int8", "weights") if each.get(file)},
@@ -128,6 +143,7 @@ def seal(made: Build) -> Manifest:
             SeenPart(*(Artefact(**each) for each in report["users"]["seen"]))
             for report in reports if report["users"].get("seen")
         ),
+        filters=_filters(config, bundle, reports),
         format=manifest_format(config, bundle),
     )  # fmt: skip
     made.store.write(path, manifest.to_bytes())
@@ -136,6 +152,8 @@ def seal(made: Build) -> Manifest:
 
 def manifest_format(config: NightConfig, bundle: Bundle) -> int:
     """Version of the manifest that a night writes: the oldest that says what it has to."""
+    if config.filters or config.facets:
+        return WITH_FILTERS
     if config.sources.item_attributes:
         return WITH_ATTRIBUTES
     return WITH_WEIGHTS if bundle.has_weights else MANIFEST_FORMAT
@@ -160,22 +178,50 @@ def _entity_set(name: Any, seed: int, parts: Sequence[Step]) -> EntitySet:
 
 
 def _tables(config: NightConfig, bundle: Bundle, reports: Sequence[Step]) -> dict[str, Table]:
-    tables = {}
-    for name, table in configured_tables(config, bundle).items():
-        entity, layout = entity_of(bundle, name, table), layout_of(bundle, table)
-        per_page = records_per_page(layout, config.page_bytes)
-        parts, page = [], 0
-        for report in reports:
-            part = report["users" if entity == "user" else "items"]["tables"][name]
-            pages = -(-part["count"] // per_page)
-            parts.append(
-                TablePart(
-                    page, pages, part["count"], Artefact(**part["file"]), Artefact(**part["sums"])
-                )
+    return {
+        name: _table(config, bundle, reports, name, table)
+        for name, table in configured_tables(config, bundle).items()
+    }
+
+
+def _values(name: str, facet: Step) -> EntitySet:
+    count = facet["table"]["count"]
+    part = DirectoryPart(0, count, Artefact(**facet["directory"]))
+    return EntitySet(f"{FACET}{name}", facet["seed"], count, (part,))
+
+
+def _facet(config: NightConfig, name: str, part: Step) -> Table:
+    layout = facet_layout(config.facets[name].k)
+    per_page, count = records_per_page(layout, config.page_bytes), part["count"]
+    file, sums = Artefact(**part["file"]), Artefact(**part["sums"])
+    parts = (TablePart(0, -(-count // per_page), count, file, sums),)
+    return Table(name, f"{FACET}{name}", Producer("none"), layout, per_page, parts, ())
+
+
+def _filters(
+    config: NightConfig, bundle: Bundle, reports: Sequence[Step]
+) -> dict[str, NamedFilter]:
+    made: dict[str, dict[str, Table]] = {name: {} for name in config.filters}
+    for name, (table, filter_) in config.filtered.items():
+        made[filter_][table] = _table(config, bundle, reports, name, config.tables[table])
+    return {name: NamedFilter(each.filter, made[name]) for name, each in config.filters.items()}
+
+
+def _table(
+    config: NightConfig, bundle: Bundle, reports: Sequence[Step], name: str, table: TableConfig
+) -> Table:
+    entity, layout = entity_of(bundle, name, table), layout_of(bundle, table)
+    per_page = records_per_page(layout, config.page_bytes)
+    parts, page = [], 0
+    for report in reports:
+        part = report["users" if entity == "user" else "items"]["tables"][name]
+        pages = -(-part["count"] // per_page)
+        parts.append(
+            TablePart(
+                page, pages, part["count"], Artefact(**part["file"]), Artefact(**part["sums"])
             )
-            page += pages
-        labels = bundle.values[str(table.value)].labels if table.kind == "value" else ()
-        tables[name] = Table(
-            name, entity, producer_of(bundle, table), layout, per_page, tuple(parts), tuple(labels)
-        )  # fmt: skip
-    return tables
+        )
+        page += pages
+    labels = bundle.values[str(table.value)].labels if table.kind == "value" else ()
+    producer = producer_of(bundle, table)
+    return Table(name, entity, producer, layout, per_page, tuple(parts), tuple(labels))

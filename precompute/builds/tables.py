@@ -45,6 +45,11 @@ def layout_of(bundle: Bundle, table: TableConfig) -> Layout:
             )
 
 
+def facet_layout(k: int) -> Layout:
+    """Layout of a facet's lists: float32, as shares of all interactions may be of any size."""
+    return Layout("topk", k, "f4")
+
+
 def metric_of(bundle: Bundle, table: TableConfig) -> Metric:
     """Metric by which a top-K table compares vectors: its own, else cosine for similar items, else the bundle's."""
     return table.metric or ("cosine" if table.kind == "item_similar" else bundle.metric)
@@ -73,6 +78,22 @@ def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableCon
         name: table
         for name, table in config.tables.items()
         if table.kind != "value" or table.value in bundle.values
+    }
+
+
+def scored_tables(
+    config: NightConfig, bundle: Bundle, entity: EntityKind | None = None
+) -> dict[str, TableConfig]:
+    """Tables with pages to be written, by their own names: configured ones and those under filters, or an entity's.
+
+    One under a filter is in all but the items of its lists like the table that is asked.
+    """
+    found = configured_tables(config, bundle)
+    found |= {name: found[table] for name, (table, _) in config.filtered.items()}
+    return {
+        name: each
+        for name, each in found.items()
+        if entity is None or entity_of(bundle, name, each) == entity
     }
 
 

@@ -67,14 +67,14 @@ def parts_of(manifest: Manifest) -> list[Part]:
     """All parts of all tables."""
     return [
         Part(table, number)
-        for table in manifest.tables.values()
+        for table in manifest.stored.values()
         for number in range(len(table.parts))
     ]
 
 
 def page_keys(keys: Keyspace, manifest: Manifest) -> Iterator[str]:
     """Every page key of a generation, from the manifest alone: no SCAN."""
-    for table in manifest.tables.values():
+    for table in manifest.stored.values():
         for page in range(table.pages):
             yield keys.page(manifest.generation, table.name, page)
 

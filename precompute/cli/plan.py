@@ -25,7 +25,8 @@ from precompute.control.control_keys import Control, connect
 from precompute.experiments.room import ArmRoom
 from precompute.gates.evidence.verdict import Verdict
 from precompute.planning.capacity import demand_room, limits_of
-from precompute.planning.forecast import Forecast, PlanParameters, forecast, judged
+from precompute.planning.filter_costs import FEW, FilterCost
+from precompute.planning.forecast import DAY_S, Forecast, PlanParameters, forecast, judged
 from precompute.planning.memory import step_bytes
 from precompute.planning.spent import Spent
 from precompute.sources.readers import read_features
@@ -202,6 +203,14 @@ def _tables(
         rates.add_row(
             size_text(each.max_bytes), f"{each.entries:,.0f}", f"{each.steady:.1%}", cold, reads
         )
+    filters = Table("table", "items that pass", "Redis", "processor minutes a night", "lists too short",
+                    f"of {FEW}", "search / read, ms", "pays")  # fmt: skip
+    for one in found.filters:
+        filters.add_row(
+            escape(one.name), f"{one.passing:,}", size_text(one.redis_bytes), f"{one.night_s / 60:.2f}",
+            f"{one.cut:.1%}", f"{one.cut_few:.1%}", f"{one.search_s * 1e3:.2f} / {one.read_s * 1e3:.2f}",
+            _pays(one, asked.qps),
+        )  # fmt: skip
     gates = Table("rule", "found", "allowed", "")
     for verdict in verdicts:
         mark = "" if verdict.passed else "[red]refused[/red] "
@@ -212,7 +221,19 @@ def _tables(
         column.justify, column.no_wrap = "right", True
     busy = "other programs were busy here meanwhile: by the clock, times are too long"
     notes = [timings.note] * bool(timings.note) + [busy] * found.is_busy
-    return [sizes, times, *map(escape, notes), memory, rates, gates]
+    ahead = [filters] * bool(found.filters)
+    return [sizes, times, *map(escape, notes), memory, rates, *ahead, gates]
+
+
+def _pays(one: FilterCost, qps: float | None) -> str:
+    """Number of lookups from which a table under a filter pays, beside those stated, and whether it is made."""
+    told = "never: no list is too short"
+    if not math.isinf(one.pays_from):
+        told = f"from {one.pays_from:,.0f} lookups a day"
+        if qps is not None:
+            share = one.pays_from / (qps * DAY_S)
+            told += f", {share:.2%} of those stated" if share <= 1 else ": more than those stated"
+    return f"{told} (made)" if one.is_made else told
 
 
 def _minutes(spent: Spent) -> tuple[str, str]:

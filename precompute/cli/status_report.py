@@ -161,7 +161,7 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
             "records": sum(part.count for part in table.parts),
             "bytes": sum(part.file.size_bytes for part in table.parts),
         }
-        for name, table in manifest.tables.items()
+        for name, table in manifest.stored.items()
     }
     failed = [
         {name: gate.get(name) for name in ("rule", "value", "threshold")}

@@ -17,7 +17,6 @@ from cache.control.hot_keys import COLD, Name, hour_of
 from cache.errors import ConfigError, LarderError, StoreError
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
-from cache.format.manifest import EntityKind
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
 from precompute.cli.console import Found, err
@@ -92,7 +91,7 @@ class Known:
     """Entities that the live generation knows, and those it knows to have acted after its cut (a bounded sample)."""
 
     def __init__(self, store: ArtefactStore, live: str | None) -> None:
-        self._tables: dict[str, EntityKind] = {}
+        self._tables: dict[str, str] = {}
         self._directories: dict[str, Directory] = {}
         self._coming: frozenset[str] = frozenset()
         if live is None:

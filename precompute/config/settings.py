@@ -7,6 +7,8 @@ from typing import Any
 from cache.config.gates import GateThresholds
 from cache.config.night import NightConfig, parse_time
 from cache.config.sections import (
+    FacetConfig,
+    FilterConfig,
     GovernorConfig,
     ReferenceConfig,
     Sources,
@@ -14,6 +16,8 @@ from cache.config.sections import (
 )
 
 __all__ = [
+    "FacetConfig",
+    "FilterConfig",
     "GateThresholds",
     "GovernorConfig",
     "NightConfig",

@@ -140,12 +140,12 @@ def _overlay_keys(
     config: NightConfig, store: ArtefactStore, generation: str, erasures: Sequence[Erasure]
 ) -> list[str]:
     manifest: Manifest | None = None
-    tables: dict[str, tuple[EntityKind, ...]]
+    tables: dict[str, tuple[str, ...]]
     try:
         manifest = read_manifest(store, generation)
         tables = {name: (each.entity,) for name, each in manifest.tables.items()}
     except LarderError:
-        both: tuple[EntityKind, ...] = ("user", "item")
+        both = ("user", "item")
         tables = {
             name: (ENTITIES[each.kind],) if each.kind in ENTITIES else both
             for name, each in config.tables.items()

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.errors import SourceError
+from cache.errors import ConfigError, SourceError
 from cache.filters.attributes import DTYPES, NO_CODE, NO_FLAG, NO_TIME
 from cache.filters.expression import TEXT_BYTES_MAX
 from cache.format.item_table import ItemTable
@@ -38,7 +38,7 @@ def write_item_attributes(
     """Write a column for each configured attribute; returns its kind and files by name.
 
     A value that cannot be kept is noted, and the item lacks that attribute. Raises SourceError for a column that is not
-    there, or of a type that no attribute has.
+    there, or of a type that no attribute has, ConfigError for a facet of one without texts.
     """
     names = config.sources.item_attributes
     if not names:
@@ -46,10 +46,17 @@ def write_item_attributes(
     path = feature_file(config, "item", names[0])
     placed = columns_by_ordinal(path, config.sources.item_column, names, items)
     noted = Unusable() if unusable is None else unusable
-    return {
+    found = {
         name: _write(root, number, _column(placed[name], path, name, items, noted))
         for number, name in enumerate(names)
     }
+    for facet, each in config.facets.items():
+        if (kind := found[each.attribute][0]) not in ("text", "texts"):
+            raise ConfigError(
+                f"[facets.{facet}]: {each.attribute} is of kind {kind}, facets are of text and texts",
+                field="facets",
+            )
+    return found
 
 
 Arrays = dict[str, NDArray[Any]]

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from cache.model.input_sample import probe_bytes
 from cache.process.host import usable_cores
 from cache.process.redis_server import server
-from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
+from precompute.builds.tables import (
+    configured_tables,
+    entity_of,
+    facet_layout,
+    layout_of,
+    metric_of,
+    scored_tables,
+)
 from precompute.builds.vector_bundle import make_bundle
 from precompute.bundles.bundle import Bundle
 from precompute.config.generations_at_peak import generations_at_peak
@@ -23,6 +30,7 @@ from precompute.control.control_keys import connect
 from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.shard_files import USER_VECTORS
 from precompute.planning.capacity import CapacityLimits, verdicts
+from precompute.planning.filter_costs import FilterCost, filter_costs
 from precompute.planning.hits import Hits, Popularity, hits, popularity_of, zipf
 from precompute.planning.memory import step_bytes
 from precompute.planning.rehearsal import page_costs, time_load
@@ -74,6 +82,7 @@ class Forecast:
     """Seconds that loading may take at most beside readers."""
     gpu_s: float | None
     hits: Sequence[Hits]
+    filters: Sequence[FilterCost] = ()
 
     @property
     def is_busy(self) -> bool:
@@ -110,6 +119,7 @@ class Forecast:
             "load_cpu_s": self.load.cpu_s,
             "load_beside_readers_max_s": self.floor_s,
             "l1": [asdict(each) for each in self.hits],
+            "filters": [each.to_json() for each in self.filters],
         }
 
 
@@ -148,6 +158,7 @@ def forecast(
                 sizes = {size for each in pages for size in each.sizes}
                 costs = page_costs(client, config.keyspace(), sizes)
                 redis_bytes = round(sum(each.sum(costs) for each in pages))
+                filters = filter_costs(trial, shape, client, costs)
                 progress("rehearse the load", 0, 1)
                 loading = time_load(trial.build.config, shape, client)
     popularity = (
@@ -159,7 +170,7 @@ def forecast(
         len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(loading),
         shape.payload_bytes / (config.governor.floor_mib_s * MIB),
-        gpu_seconds(timings, asked.gpu_users_per_s, shape), _hits(shape, asked, popularity),
+        gpu_seconds(timings, asked.gpu_users_per_s, shape), _hits(shape, asked, popularity), filters,
     )  # fmt: skip
 
 
@@ -191,10 +202,11 @@ def _bundle(config: NightConfig, folder: Path, before: datetime | None) -> Bundl
 def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int) -> Shape:
     bundle, begun, root = trial.bundle, trial.begun, trial.build.root
     items, dims = int(begun["items"]), asked.dims or bundle.dims
-    tables = configured_tables(config, bundle)
+    tables = scored_tables(config, bundle)
     sized = replace(bundle, dims=dims)
     per_user = min(config.history_limit, int(begun["interactions"]) / len(trial.sample.ids))
     partition = sum(each.stat().st_size for each in (root / "work/partition").iterdir())
+    facets = begun.get("facets") or trial.build.need("embed_items").get("facets") or {}
     listed = [each for each in tables.values() if each.kind in ("user_topk", "item_similar")]
     return Shape(
         users=users,
@@ -213,6 +225,10 @@ def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int)
         },
         model_items=items,
         model_dims=bundle.dims,
+        facets={
+            name: (each["table"]["count"], facet_layout(config.facets[name].k))
+            for name, each in facets.items()
+        },
         metrics=len({metric_of(bundle, each) for each in listed}),
         index=config.index,
         defaults_bytes=(root / "defaults.json").stat().st_size,

@@ -1,7 +1,7 @@
 """Sizes of a generation in Redis, on readers' hosts and on disk: sums over its layout. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cache.format.manifest import EntityKind
 from cache.format.records.layout import Layout
@@ -82,6 +82,8 @@ class Shape:
     feature_bytes: float = 0.0
     """Bytes of a user's features; `item_feature_bytes` are an item's."""
     item_feature_bytes: float = 0.0
+    facets: Mapping[str, tuple[int, Layout]] = field(default_factory=dict)
+    """Number of values of each facet, and the layout of its lists."""
 
     def pages(self) -> dict[str, Pages]:
         """Pages of each table."""
@@ -90,6 +92,9 @@ class Shape:
                 self.users if entity == "user" else self.items, self.shards, layout, self.page_bytes
             )
             for name, (entity, layout) in self.layouts.items()
+        } | {
+            name: Pages.of(values, 1, layout, self.page_bytes)
+            for name, (values, layout) in self.facets.items()
         }
 
     @property
@@ -99,8 +104,9 @@ class Shape:
 
     @property
     def directory_bytes(self) -> int:
-        """Bytes of the hashes of all users and items."""
-        return HASH_BYTES * (self.users + self.items)
+        """Bytes of the hashes of all users and items, and of all values of facets."""
+        values = sum(count for count, _ in self.facets.values())
+        return HASH_BYTES * (self.users + self.items + values)
 
     @property
     def item_bytes(self) -> int:

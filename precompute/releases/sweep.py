@@ -244,7 +244,7 @@ def _mark_retired(
         demand("abandon", generation, state)
         releases.record("abandon", generation, attempt=attempt, reason="never published")
     manifest = _manifest(releases, generation)
-    pages = {table.name: table.pages for table in manifest.tables.values()} if manifest else None
+    pages = {table.name: table.pages for table in manifest.stored.values()} if manifest else None
     releases.record("retire", generation, attempt=attempt, pages=pages)
 
 

@@ -1,22 +1,37 @@
-"""Default lists: what is answered to whom nothing is known of."""
+"""Lists by what suits everybody: defaults, for whom nothing is known of, and facets, the best of each value."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache.errors import ConfigError
+from cache.filters.attributes import NO_CODE, AttributeColumn, ItemAttributes
+from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
-from cache.model.ranking import Metric
+from cache.format.manifest import FACET
+from cache.format.records.codec import encode_topk
+from cache.format.records.layout import NO_ITEM
+from cache.model.ranking import Metric, score
 from cache.store.artefacts import write_atomically
-from precompute.builds.build import Build
-from precompute.builds.tables import configured_tables, layout_of
+from precompute.builds.build import Build, cut_of
+from precompute.builds.tables import configured_tables, facet_layout, layout_of
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.index import unit
 from precompute.config.settings import TableConfig
+from precompute.partitions.catalogue import directory_file
+from precompute.partitions.partition import sort_unique
+from precompute.scoring.shard import described
+from precompute.scoring.tables import GrowingFile, PageFile
 from precompute.topk.topk import Scorer
 
 FILE = "defaults.json"
+VALUES_MAX: Final = 1_000_000
+"""AttributeValues of an attribute that may be a facet."""
+_AT_ONCE: Final = 4_096
 
 Favourites = tuple[Sequence[str], list[float]]
 """Ids of items, best first, and their scores."""
@@ -48,3 +63,114 @@ def favourites_of(
     scorer = Scorer.of(np.ascontiguousarray(compared))
     ordinals, scores = scorer.top(mean.astype(np.float32)[None], min(k, items.count))
     return items.ids_of(ordinals[0]), scores[0].tolist()
+
+
+def shares(popularity: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Share of each item in all interactions, float32 [items], which is its score in the defaults."""
+    found: NDArray[np.float32] = (popularity / max(1, int(popularity.sum()))).astype(np.float32)
+    return found
+
+
+def mean_scores(
+    items: ItemTable, users: NDArray[np.float32], metric: Metric
+) -> NDArray[np.float32]:
+    """Mean score of each item over these users, float32 [items], as `favourites_of` has it."""
+    mean = (unit(users) if metric == "cosine" else users).mean(axis=0, dtype=np.float64)
+    compared = np.asarray(items.vectors)
+    if metric == "cosine":
+        compared = unit(compared)
+    query, found = mean.astype(np.float32)[None], np.empty(items.count, np.float32)
+    for start in range(0, items.count, _AT_ONCE):
+        some = np.arange(start, min(start + _AT_ONCE, items.count))
+        found[some] = score(query, compared, some[None])[0]
+    return found
+
+
+def write_facets(
+    build: Build, attributes: Mapping[str, Any], items: ItemTable, scores: NDArray[np.float32]
+) -> dict[str, Any]:
+    """Write and hand over the table of each facet, by `scores` float32 [items], ties by ordinal.
+
+    Returns `facets` as part of a step's report, where there are any: the seed, directory and pages of each. Raises
+    ConfigError for an attribute of more than a million values.
+    """
+    facets = build.config.facets
+    if not facets:
+        return {}
+    columns = ItemAttributes.of_files(build.root, attributes, items.count).columns
+    place = np.empty(items.count, np.int64)
+    place[np.lexsort((np.arange(items.count), -scores))] = np.arange(items.count)
+    return {"facets": {
+        name: _write_facet(build, name, facet.k, AttributeValues.of(name, columns[facet.attribute], place), scores)
+        for name, facet in facets.items()
+    }}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttributeValues:
+    """AttributeValues of an attribute: their ids, and of each the items that have it, best first, between `starts`."""
+
+    ids: list[bytes]
+    starts: NDArray[np.int64]
+    owners: NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, name: str, column: AttributeColumn, place: NDArray[np.int64]) -> Self:
+        """All values of a column of texts; `place` is that of each item in the order by score."""
+        names = column.names
+        assert names is not None  # noqa: S101 - facets of other kinds were refused
+        if len(names) > VALUES_MAX:
+            raise ConfigError(
+                f"[facets.{name}]: its attribute has {len(names):,} values, a facet at most {VALUES_MAX:,}",
+                field="facets",
+            )
+        if column.offsets is None:
+            owners = np.flatnonzero(column.values != NO_CODE)
+            codes = column.values[owners]
+        else:
+            counts = (column.offsets[1:] - column.offsets[:-1]).astype(np.int64)
+            owners = np.repeat(np.arange(len(place)), counts)
+            codes = column.values[: len(owners)]
+        order = np.lexsort((place[owners], codes))
+        codes, owners = codes[order], owners[order]
+        first = np.ones(len(codes), np.bool_)  # an item may name a value twice
+        first[1:] = (codes[1:] != codes[:-1]) | (owners[1:] != owners[:-1])
+        codes, owners = codes[first], owners[first]
+        ids = [names.raw(code) for code in range(len(names))]
+        starts = np.searchsorted(codes, np.arange(len(ids) + 1))
+        return cls(ids, starts, owners.astype(np.uint32))
+
+    def lists(self, rows: NDArray[np.int64], k: int) -> NDArray[np.uint32]:
+        """Ordinals uint32 [rows, k] of the best with each value, NO_ITEM where there are fewer."""
+        places = self.starts[rows][:, None] + np.arange(k)
+        is_one = places < self.starts[rows + 1][:, None]
+        return np.where(is_one, self.owners[np.where(is_one, places, 0)], NO_ITEM)
+
+
+def _write_facet(
+    build: Build, name: str, k: int, values: AttributeValues, scores: NDArray[np.float32]
+) -> dict[str, Any]:
+    # An empty text is no id, so nobody can ask for it.
+    rows = np.array([row for row, raw in enumerate(values.ids) if raw], np.int64)
+    raws = [values.ids[row] for row in rows.tolist()]
+    seed = 0
+    while (order := sort_unique(hashes := hash_ids(raws, seed))) is None:
+        seed += 1
+    layout, at = facet_layout(k), cut_of(build.generation)
+    pages, directory = f"tables/{name}/0000.pages", directory_file(f"{FACET}{name}", 0)
+    with (
+        PageFile(build.path(pages), layout, build.config.page_bytes) as file,
+        GrowingFile(build.path(directory)) as hashes_file,
+    ):
+        hashes_file.write(hashes[order].astype("<u8").tobytes())
+        for start in range(0, len(order), _AT_ONCE):
+            some = order[start : start + _AT_ONCE]
+            found = values.lists(rows[some], k)
+            numbers = np.where(
+                found == NO_ITEM, np.float32(0), scores[np.where(found == NO_ITEM, 0, found)]
+            )
+            marks = fingerprints([raws[row] for row in some.tolist()])
+            file.append(encode_topk(layout, marks, found, numbers, at))
+    table = described(build, pages, len(raws))
+    build.finish(directory, *(table[kind]["path"] for kind in ("file", "sums")))
+    return {"seed": seed, "directory": asdict(build.describe(directory)), "table": table}

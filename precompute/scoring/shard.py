@@ -15,7 +15,8 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories, Inputs
 from cache.model.tower_spec import TowerSpec
 from precompute.builds.build import Build, cut_of, open_bundle
-from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
+from precompute.builds.filtered_items import allowed_items
+from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, device_of
 from precompute.config.progress import Progress
@@ -121,11 +122,7 @@ def score_items(
     end = end if limit is None else min(end, start + limit)
     at, started = cut_of(build.generation), time.perf_counter()
     found = {}
-    tables = {
-        name: table
-        for name, table in configured_tables(config, bundle).items()
-        if entity_of(bundle, name, table) == "item"
-    }
+    tables, allowed = scored_tables(config, bundle, "item"), allowed_items(build)
     models = {
         name: bundle.values[str(table.value)]
         for name, table in tables.items()
@@ -148,8 +145,9 @@ def score_items(
                     with place.turn:
                         scorer = place.of(items, metric_of(bundle, table))
                         answers = scorer.top(
-                            vectors, table.k, itself, threads=config.threads or None
-                        )
+                            vectors, table.k, itself, allowed=allowed.get(name),
+                            threads=config.threads or None,
+                        )  # fmt: skip
                 elif table.kind == "value":
                     values, usable = features[name].of(rows)
                     answers = towers[name].run(_item_inputs(models[name].spec, items, rows, values))

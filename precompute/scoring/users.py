@@ -16,7 +16,8 @@ from cache.format.records.layout import NO_ITEM, Layout
 from cache.model.tower import Histories
 from cache.model.tower_spec import TowerSpec
 from precompute.builds.build import Build, cut_of, fetch_partition
-from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
+from precompute.builds.filtered_items import allowed_items
+from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bulk.headroom import demand_disk
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.progress import Progress
@@ -56,17 +57,15 @@ class ShardWork:
     seconds: dict[str, float]
     counts: dict[str, int]
     unusable: Unusable
+    allowed: Mapping[str, NDArray[np.bool_]]
+    """Items that the lists of some tables are of, bool [items]; all of them where a table is not named."""
 
     @classmethod
     def of(cls, build: Build, bundle: Bundle, number: int, scorers: Scorers) -> "ShardWork":
         fetch_partition(build, number)
         build.fetch(VECTORS)
         begun, place = build.need("begin"), scorers.at(number)
-        tables = {
-            name: table
-            for name, table in configured_tables(build.config, bundle).items()
-            if entity_of(bundle, name, table) == "user"
-        }
+        tables = scored_tables(build.config, bundle, "user")
         wanted = {str(each.value) for each in tables.values() if each.kind == "value"}
         models = {"user_tower": bundle.user_tower, **{each: bundle.values[each] for each in wanted}}
         return cls(
@@ -81,6 +80,7 @@ class ShardWork:
             seconds=dict.fromkeys(("read", "tower", "topk", "write"), 0.0),
             counts=dict.fromkeys(("entities", "scored", "short", "seen"), 0),
             unusable=Unusable(),
+            allowed=allowed_items(build),
         )
 
     @property
@@ -195,7 +195,9 @@ class ShardWork:
                 users, k = chunk.outputs["user_tower"], self.tables[name].k
                 if not (answered := chunk.answered["user_tower"]).all():  # theirs is left out
                     users = np.where(answered[:, None], users, np.float32(0))
-                chunk.lists[name] = scorer.top(users, k, chunk.seen, threads=threads)
+                chunk.lists[name] = scorer.top(
+                    users, k, chunk.seen, allowed=self.allowed.get(name), threads=threads
+                )
         return chunk
 
     def _scorers(self) -> dict[str, AnyScorer]:
@@ -228,9 +230,12 @@ class ShardWork:
             has_answer = chunk.answered[model]
             if table.kind == "user_topk":
                 found = chunk.lists.pop(name)
-                possible = np.minimum(table.k, self.items.count - np.diff(chunk.seen.indptr))
-                is_short = (found[0] != NO_ITEM).sum(axis=1) < possible
-                self.counts["short"] += int((is_short & has_answer).sum())
+                if (
+                    name not in self.allowed
+                ):  # under a filter lists are short, and a gate knows how short
+                    possible = np.minimum(table.k, self.items.count - np.diff(chunk.seen.indptr))
+                    is_short = (found[0] != NO_ITEM).sum(axis=1) < possible
+                    self.counts["short"] += int((is_short & has_answer).sum())
             records, unfit = encode(self.layouts[name], chunk.marks, found, has_answer, at)
             self.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
             if unfit.any():

@@ -15,13 +15,13 @@ from cache.errors import (
     SourceError,
     StoreError,
 )
-from cache.format.manifest import CUT_CHARS, MANIFEST_FORMAT, WITH_ATTRIBUTES, WITH_WEIGHTS
+from cache.format.manifest import CUT_CHARS, MANIFEST_FORMAT
 from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path, take_file
 from precompute.builds.build import CUT_FORMAT, Build, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
 from precompute.builds.night import Night, StepRow
-from precompute.builds.seal import manifest_format
+from precompute.builds.seal import WRITERS, manifest_format
 from precompute.builds.sweeping import sweep
 from precompute.builds.vector_bundle import vector_bundle
 from precompute.bulk.headroom import writes_files
@@ -36,22 +36,19 @@ from precompute.erasures.host_records import note_left_out
 from precompute.partitions import catalogue
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.item_attributes import paths_of, write_item_attributes
+from precompute.partitions.named_filters import named_filters, passing_filters
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import kinds_of
 from precompute.releases.registry import open_releases
 from precompute.releases.release_log import ReleaseLog
 from precompute.scoring.defaults import FILE as DEFAULTS
-from precompute.scoring.defaults import write_defaults
+from precompute.scoring.defaults import shares, write_defaults, write_facets
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
 from precompute.sources.files import all_files, pin
 from precompute.sources.formats import INTERACTIONS
 from precompute.sources.unusable import Unusable, merged
 
-_WRITERS = {
-    WITH_WEIGHTS: "a night of a model with weights beside its file writes",
-    WITH_ATTRIBUTES: "a night of items with attributes writes",
-}
 ERASURE_LOOKS = 10
 CLOCKS_DIFFER_S = 300.0
 """Seconds by which the clock of whoever chose a cut may be ahead of Redis'."""
@@ -152,6 +149,7 @@ def _begin(
     pinned: tuple[str, list[dict[str, object]]] | None = None,
 ) -> Step:
     demand_feature_types(config, bundle)
+    named_filters(config)
     sources_digest, inputs = pinned or pin(all_files(config))
     store = config.store()
     for _ in range(ERASURE_LOOKS):
@@ -161,7 +159,7 @@ def _begin(
         build = Build(config, store, generation)
         with open_releases(config) as releases:
             if (version := manifest_format(config, bundle)) != MANIFEST_FORMAT:
-                demand_readers(releases.control, {MANIFEST: version}, _WRITERS[version])
+                demand_readers(releases.control, {MANIFEST: version}, WRITERS[version])
             state = releases.state(generation)
             found: Step = {
                 "generation": generation,
@@ -217,6 +215,7 @@ def _prepare(
         )
         items = catalogue.open_items(build.root, laid)
         attributes = write_item_attributes(config, items, build.root, unusable=unusable)
+        passing_filters(config, build.root, attributes, items.count)
         seen = partition(
             config,
             items,
@@ -236,6 +235,7 @@ def _prepare(
     if counts_clicks:
         popular = partial(catalogue.popular, items, seen.popularity)
         write_defaults(build, bundle, lambda table: popular(table.k))
+        facts = facts | write_facets(build, attributes, items, shares(seen.popularity))
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
     kinds = kinds_of(facts)
     files = [

@@ -18,8 +18,14 @@ from precompute.config.devices import device_of
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
+from precompute.partitions.item_attributes import paths_of
 from precompute.scoring.defaults import FILE as DEFAULTS
-from precompute.scoring.defaults import favourites_of, write_defaults
+from precompute.scoring.defaults import (
+    favourites_of,
+    mean_scores,
+    write_defaults,
+    write_facets,
+)
 from precompute.scoring.input_samples import given_vectors
 from precompute.scoring.shard import embed_catalogue, open_item_features
 from precompute.scoring.tables import GrowingFile
@@ -55,15 +61,19 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
             written += len(vectors)
             progress("embed items", written, items.count)
     made.finish(catalogue.VECTORS)
+    facets: Step = {}
     if not config.sources.interactions:
-        _write_defaults(made, bundle, catalogue.open_items(made.root, begun, dims=bundle.dims))
-    report = {"items": items.count, "dims": bundle.dims, "seconds": time.perf_counter() - started}
+        facets = _write_defaults(
+            made, bundle, catalogue.open_items(made.root, begun, dims=bundle.dims)
+        )
+    seconds = time.perf_counter() - started
+    report = {"items": items.count, "dims": bundle.dims, "seconds": seconds, **facets}
     made.report("embed_items", report)
     return report
 
 
-def _write_defaults(made: Build, bundle: Bundle, items: ItemTable) -> None:
-    """Defaults where nothing says what is popular: what suits known users best, on average."""
+def _write_defaults(made: Build, bundle: Bundle, items: ItemTable) -> Step:
+    """Defaults and facets where nothing says what is popular: what suits known users best, on average."""
     users = given_vectors(made)
     write_defaults(
         made,
@@ -71,6 +81,10 @@ def _write_defaults(made: Build, bundle: Bundle, items: ItemTable) -> None:
         lambda table: favourites_of(items, users, metric_of(bundle, table), table.k),
     )
     made.finish(DEFAULTS)
+    attributes = made.need("begin").get("attributes", {})
+    for path in paths_of(attributes) if made.config.facets else ():
+        made.fetch(path)
+    return write_facets(made, attributes, items, mean_scores(items, users, bundle.metric))
 
 
 def in_night(night: Night) -> StepRow:

@@ -89,5 +89,5 @@ def _demand_room(made: Build, manifest: Manifest, control: Control) -> None:
         demand_redis(
             control, made.generation, todo_bytes,
             pages_bytes=held_bytes(made.store, control, but=made.generation),
-            record_bytes=max(table.layout.size_bytes for table in manifest.tables.values()),
+            record_bytes=max(table.layout.size_bytes for table in manifest.stored.values()),
         )  # fmt: skip

@@ -51,7 +51,7 @@ def run(
                 for part in entities.parts:
                     fetch_checked(made.store, made.generation, part.file)
             # Before the pointer moves: afterwards it would be too late to find that nothing can be read.
-            for table in manifest.tables.values():
+            for table in manifest.stored.values():
                 _read_back(made, manifest, table, releases.control)
             # Reading everything back, where a node has started since, takes too long for replicas to stand by.
             wait_s = config.flip.wait_s

@@ -56,8 +56,9 @@ class Options:
     canary_key: Id | None = None
     arm: str | None = None
     """`EXPERIMENT=ARM` that is to answer, for tests of it: counted as no exposure."""
-    filter: Mapping[str, Any] | None = None
-    """Expression over attributes of items, such as `{"<": ["price", 20]}`: only what passes it is answered."""
+    filter: Mapping[str, Any] | str | None = None
+    """Expression over attributes of items, such as `{"<": ["price", 20]}`, or a declared one's name: only what passes
+    is answered."""
     rerank: Mapping[str, Any] | str | None = None
     """Name of a declared re-ranking, or one such as `{"diversify": {"attribute": "brand", "most": 2}}`."""
 
@@ -77,7 +78,7 @@ class Options:
             body["exclude"] = as_ids(self.exclude)
         if self.canary_key is not None:
             body["canary_key"] = as_id(self.canary_key)
-        if self.filter is not None:
+        if isinstance(self.filter, Mapping):
             body["filter"] = dict(self.filter)
         if isinstance(self.rerank, Mapping):
             body["rerank"] = dict(self.rerank)

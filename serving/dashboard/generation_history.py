@@ -97,7 +97,7 @@ def _kept(
         {
             "data_until": manifest.data_until,
             "bytes": sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
-            "records": sum(part.count for each in manifest.tables.values() for part in each.parts),
+            "records": sum(part.count for each in manifest.stored.values() for part in each.parts),
             "gates": [_gate(each) for each in manifest.gates],
         },
         manifest.created_at - before_seal,

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 import orjson
 
 from cache.errors import ConfigError
+from cache.format.redis_keys import NAME
 from cache.process.command_line import json_text
 from serving.access.client_tls import add_tls_options, context_of
 
@@ -40,7 +41,9 @@ def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
         "--history", help="item ids to compute from, oldest first, with commas; @FILE: one a line"
     )
     parser.add_argument("--features", metavar="JSON", help="feature columns to compute from")
-    parser.add_argument("--filter", metavar="JSON", help='such as {"<": ["price", 20]}')
+    parser.add_argument(
+        "--filter", metavar="JSON", help='a declared one\'s name, or {"<": ["price", 20]}'
+    )
     parser.add_argument(
         "--rerank", metavar="JSON", help='a declared one\'s name, or {"diversify": {"mmr": 0.7}}'
     )
@@ -96,7 +99,8 @@ def question_of(sent: argparse.Namespace) -> dict[str, Any] | None:
         entity["features"] = _json(sent.features, "--features")
     options: dict[str, Any] = {"k": sent.k, "generation": sent.generation}
     if sent.filter is not None:
-        options["filter"] = _json(sent.filter, "--filter")
+        is_name = NAME.fullmatch(sent.filter)
+        options["filter"] = sent.filter if is_name else _json(sent.filter, "--filter")
     if sent.rerank is not None:
         is_json = sent.rerank.startswith("{")
         options["rerank"] = _json(sent.rerank, "--rerank") if is_json else sent.rerank

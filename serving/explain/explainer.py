@@ -8,6 +8,7 @@ from typing import Any
 from cache.errors import CorruptArtefact
 from cache.filters.masks import Passing
 from cache.filters.reranking import Reranker
+from cache.format.manifest import Table
 from cache.format.records.codec import Record, decode
 from cache.format.records.layout import is_live, peek_format
 from cache.l2.data_plane import DataPlane
@@ -29,7 +30,7 @@ from serving.generations.store_threads import InThread
 from serving.lookup.entity import Case, cases_of, want_of_previous
 from serving.lookup.micro_batcher import MicroBatcher
 from serving.ranking.filters import Filters
-from serving.rendering.answer_fields import Prediction, from_defaults, from_record
+from serving.rendering.answer_fields import Prediction, from_defaults, from_record, is_cut
 from serving.requests.errors import Problem, unprocessable
 from serving.requests.models import Ask
 
@@ -102,7 +103,9 @@ class Explainer:
             "degraded": snapshot.degraded,
             "answer": answer,
             "directory": self._directory(snapshot, want),
-            "page": await self._pages.told(snapshot, table, want) if want.position >= 0 else None,
+            "page": await self._pages.told(snapshot, want.table, want)
+            if want.position >= 0
+            else None,
             "l1": self._tier(l1),
             "l2": self._tier(l2),
             "same_bytes": _same(l1, l2),
@@ -120,11 +123,12 @@ class Explainer:
             prediction = records.prediction(shown[0])
             told["record"] = _record(*shown, prediction)
             if passing is not None and shown[0].items is not None:
-                told["filter"] |= _within(records.prediction(shown[0], passing), case.k)
+                told["filter"] |= _within(records.prediction(shown[0], passing), shown[0], table)
+                told["filter"] |= {"table": want.table.name}
             if reranker is not None and shown[0].items is not None:
                 within = records.prediction(shown[0], passing, reranker)
                 told["rerank"] |= {"items_of_list": within["items"]}
-            if now is not None:
+            if now is not None and want.table is table:
                 told["difference"] = difference(prediction, now)
         if answer["tier"] == Source.DEFAULT and raw is not None:
             told["default"] = from_defaults(snapshot, table, case.entity, case.k, (barred,))
@@ -216,10 +220,10 @@ class Records:
             return None
 
 
-def _within(prediction: Prediction, k: int) -> dict[str, Any]:
+def _within(prediction: Prediction, record: Record, table: Table) -> dict[str, Any]:
     """Items of the stored list that pass the filter, and what a lookup answers from: that, or vectors."""
-    items = prediction["items"]
-    return {"items_of_list": items, "from": "list" if len(items) == k else "vectors"}
+    source = "vectors" if is_cut(prediction, record, table) else "list"
+    return {"items_of_list": prediction["items"], "from": source}
 
 
 def _record(record: Record, found: Found, prediction: Mapping[str, Any]) -> dict[str, Any]:

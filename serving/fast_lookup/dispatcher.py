@@ -20,7 +20,7 @@ from serving.fast_lookup.ready_counts import SentReady
 from serving.fast_lookup.single import Singles
 from serving.fast_lookup.single_request import Get
 from serving.generations.served_set import Holding
-from serving.lookup.entity import plain_want
+from serving.lookup.entity import made_under_filter, plain_want
 from serving.lookup.service import LookupService
 from serving.metrics.fast_counters import GET_ROUTE
 from serving.requests import fast_parse
@@ -134,11 +134,11 @@ class Hot:
         passing = None
         if options.filter is not None:
             # What passes must be known, and be asked of lists: else the routes behind find out, or say what is wrong.
-            if live.filtering is not None and table.kind == "topk":
+            if live.filtering is not None and table.kind == "topk" and not table.is_facet:
                 passing = live.filtering.kept(options.filter)
             if passing is None:
                 return None
-        want = plain_want(live, table, asked.raw)
+        want = made_under_filter(live, plain_want(live, table, asked.raw), options)
         options = fast_parse.tighter(options, deadline_s)
         query = scope["query_string"]
         request = scope["raw_path"] + (b"?" + query if query else b"")

@@ -164,9 +164,8 @@ class Snapshot:
         if raw is None:
             return False
         blocklist = self.blocklist
-        return raw in blocklist.entities or raw in (
-            blocklist.items if table.entity == "item" else blocklist.users
-        )
+        of_its_kind = {"item": blocklist.items, "user": blocklist.users}.get(table.entity, ())
+        return raw in blocklist.entities or raw in of_its_kind
 
 
 @functools.lru_cache(maxsize=16)

@@ -65,11 +65,13 @@ OPTIONS: Json = {
         "description": "EXPERIMENT=ARM that is to answer, or 409; for testers, not counted",
     },
     "filter": {
-        "type": "object",
-        "minProperties": 1,
-        "maxProperties": 1,
-        "description": "Only items that pass, by their attributes: one operator (and, or, not; ==, in, <, <=, >, >=, "
-        'contains, exists) and what it takes, such as {"<": ["price", 20]}; in a URL it is the JSON text of that',
+        "anyOf": [
+            {"type": "string"},
+            {"type": "object", "minProperties": 1, "maxProperties": 1},
+        ],
+        "description": "Only items that pass, by their attributes: the name of a filter that the generation declares, "
+        "or one operator (and, or, not; ==, in, <, <=, >, >=, contains, exists) and what it takes, such as "
+        '{"<": ["price", 20]}; in a URL the JSON text of that',
     },
     "rerank": {
         "anyOf": [

@@ -179,7 +179,7 @@ class Reply:
         )
         if passing is not None:
             prediction["short"] = _is_short(passing, left_out(case, snapshot, turn), case.k)
-        producer = "defaults" if case.table.kind == "topk" else None
+        producer = "defaults" if case.table.name in snapshot.defaults else None
         self._finish(case, prediction, snapshot, Source.DEFAULT, producer, turn, {})
 
     def _finish(

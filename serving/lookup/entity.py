@@ -154,8 +154,22 @@ async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
         if entity.features:
             _check_features(snapshot, table, entity)
         digest = _digest(snapshot, entity)
-        cases.append(Case(entity, table, k, _want(snapshot, table, entity, digest), digest))
+        want = made_under_filter(snapshot, _want(snapshot, table, entity, digest), ask.options)
+        cases.append(Case(entity, table, k, want, digest))
     return cases
+
+
+def made_under_filter(snapshot: Snapshot, want: Want, options: RequestOptions) -> Want:
+    """Read request for the list that the night made under the filter that is called, where it made one.
+
+    Not for another order, whose candidates are those of the list that is asked: then a name would mean another answer
+    than its expression.
+    """
+    if not isinstance(options.filter, str) or options.rerank is not None or want.position < 0:
+        return want
+    declared = snapshot.manifest.filters.get(options.filter)
+    table = None if declared is None else declared.tables.get(want.table.name)
+    return want if table is None else want._replace(table=table)
 
 
 def plain_case(
@@ -230,6 +244,8 @@ def want_of_previous(previous: Snapshot, case: Case) -> Want | str:
     table = previous.manifest.tables.get(case.table.name)
     if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
         return "no_such_table"
+    if table.is_facet and case.want.position < 0:  # items that had this value have another now
+        return "not_in_generation"
     want = want_in(previous, table, raw)
     # Never an overlay: it was computed for another night.
     return want if want.position >= 0 else "not_in_generation"

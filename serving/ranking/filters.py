@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.expression import Filter, InvalidFilter
+from cache.filters.filtering import unknown_filter
 from cache.filters.masks import Passing, UnknownAttribute
 from cache.filters.reranking import Reranker, Reranking, below
 from cache.model.ranking import Metric
@@ -60,6 +61,12 @@ class Filters:
                     f"{case.table.name} holds no lists: {field} goes with tables that do",
                     field,
                 )
+            if case.table.is_facet and options.filter is not None:
+                raise unprocessable(
+                    "invalid_filter",
+                    f"{case.table.name} is a facet, whose values have no vector to find more by: ask another table",
+                    "filter",
+                )
         await self._shape(holding.live, turn)
         if holding.previous is not None:
             # Where its items had other attributes, it cannot answer this.
@@ -92,19 +99,21 @@ class Filters:
         attributes = None if snapshot.filtering is None else snapshot.filtering.attributes
         return Reranker(reranking, tuple(boosted), attributes, snapshot.items.vectors)
 
-    async def passing(self, snapshot: Snapshot, filter_: Filter | None) -> Passing | None:
+    async def passing(self, snapshot: Snapshot, filter_: Filter | str | None) -> Passing | None:
         """Items of a generation that pass, None without a filter; raises Problem for one that it cannot take."""
         return None if filter_ is None else await self._passed(snapshot, filter_)
 
-    async def _passed(self, snapshot: Snapshot, filter_: Filter) -> Passing:
+    async def _passed(self, snapshot: Snapshot, filter_: Filter | str) -> Passing:
         try:
             return await self._known(snapshot, filter_)
         except InvalidFilter as error:
             raise from_input(error, "filter") from error
 
-    async def _known(self, snapshot: Snapshot, filter_: Filter) -> Passing:
+    async def _known(self, snapshot: Snapshot, filter_: Filter | str) -> Passing:
         filtering = snapshot.filtering
         if filtering is None:
+            if isinstance(filter_, str):
+                raise unknown_filter(filter_)
             raise UnknownAttribute(
                 "items of this generation have no attributes: [sources] item_attributes names them for the next night",
                 attributes={},

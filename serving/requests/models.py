@@ -69,7 +69,8 @@ class RequestOptions:
     max_age_s: float | None = None
     generation: str | None = None
     canary_key: bytes | None = None
-    filter: Filter | None = None
+    filter: Filter | str | None = None
+    """Filter that was sent, or the name of one that the generation declares."""
     rerank: Reranking | None = None
     arm: RequestedArm | None = None
 

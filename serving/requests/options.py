@@ -11,6 +11,7 @@ import orjson
 
 from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.reranking import InvalidReranking, Reranking, read_reranking
+from cache.format.redis_keys import NAME
 from serving.requests.errors import from_input, unprocessable
 from serving.requests.fields import read_id, read_ids, read_object
 from serving.requests.models import Limits, RequestedArm, RequestOptions
@@ -83,7 +84,7 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
         max_age_s=_max_age(_number(data.get("max_age_seconds"), "max_age_seconds")),
         generation=data.get("generation"),
         canary_key=_key(data.get("canary_key"), "canary_key"),
-        filter=_filter(_json_of(data.get("filter"), "filter")),
+        filter=_filter_of_text(data.get("filter")),
         rerank=_reranking_of_text(data.get("rerank"), limits),
         arm=read_arm(data.get("arm"), "arm"),
     )
@@ -125,13 +126,19 @@ def read_arm(value: object, field: str) -> RequestedArm | None:
     return RequestedArm(*parts)
 
 
-def _filter(value: object) -> Filter | None:
-    if value is None:
-        return None
+def _filter(value: object) -> Filter | str | None:
+    """A filter that is sent, or the name of a declared one: which there are, the generation says that answers."""
+    if value is None or (isinstance(value, str) and NAME.fullmatch(value)):
+        return value
     try:
         return read_filter(value)
     except InvalidFilter as error:
         raise from_input(error, "filter") from error
+
+
+def _filter_of_text(text: str | None) -> Filter | str | None:
+    is_name = text is not None and NAME.fullmatch(text)
+    return _filter(text if is_name else _json_of(text, "filter"))
 
 
 def _reranking(value: object, limits: Limits) -> Reranking | None:

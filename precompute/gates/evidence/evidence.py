@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact
+from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
@@ -59,11 +60,28 @@ class Evidence:
 
     @cached_property
     def scans(self) -> Mapping[str, Scan]:
-        """A scan of every table."""
+        """A scan of every table, those made under filters included."""
         return {
             name: scan_table(self.root, self.manifest, table)
-            for name, table in self.manifest.tables.items()
+            for name, table in self.manifest.stored.items()
         }
+
+    @cached_property
+    def asked_scans(self) -> Mapping[str, Scan]:
+        """Scans of the tables that the model alone has filled: under a filter lists may be short, and much alike."""
+        tables = self.manifest.tables.items()
+        return {name: self.scans[name] for name, table in tables if not table.is_facet}
+
+    @cached_property
+    def allowed(self) -> Mapping[str, NDArray[np.bool_]]:
+        """Items bool [items] that the lists of tables made under filters are of, by the tables' own names."""
+        filtering = Filtering.open(self.root, self.manifest, self.items)
+        found: dict[str, NDArray[np.bool_]] = {}
+        if filtering is not None:
+            for name, each in self.manifest.filters.items():
+                mask = filtering.passing(name).among(np.arange(self.items.count))
+                found |= {table.name: mask for table in each.tables.values()}
+        return found
 
     @cached_property
     def directories(self) -> Mapping[str, Directory]:

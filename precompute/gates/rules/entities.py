@@ -30,7 +30,7 @@ def coverage_of_source(candidate: Candidate) -> Measured:
     count = manifest.entity_sets["user"].count
     answers = {
         name: count - scan.absent
-        for name, scan in evidence.scans.items()
+        for name, scan in evidence.asked_scans.items()
         if scan.table.entity == "user"
     }
     worst = min(answers, key=lambda name: answers[name], default="")
@@ -143,7 +143,7 @@ def record_ids(candidate: Candidate) -> Measured:
     All items, and all users whose partition gates read.
     """
     wrong, noted = 0, ""
-    tables = list(candidate.manifest.tables.values())
+    tables = list(candidate.manifest.stored.values())
     faults = {table.name: _out_of_place(candidate, table) for table in tables}
     whole = [table for table in tables if not faults[table.name]]
     for table in whole:

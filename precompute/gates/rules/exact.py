@@ -50,7 +50,7 @@ def item_vectors(candidate: Candidate) -> Measured:
 def exact_lists(candidate: Candidate) -> Measured:
     """Stored lists and scores of sampled entities are the best that there are, recomputed over all items."""
     shares: dict[str, float] = {}
-    for table in candidate.manifest.tables.values():
+    for table in candidate.manifest.stored.values():
         if table.kind == "topk" and table.producer.kind in ("topk", "similar"):
             shares[table.name] = _share(_right_lists(candidate, table))
     return _worst(candidate, shares)
@@ -81,8 +81,8 @@ def exact_numbers(candidate: Candidate) -> Measured:
 def history_in_lists(candidate: Candidate) -> Measured:
     """Lists of sampled users hold no item of their own history, lists of items never the item itself."""
     evidence, leaks, noted = candidate.evidence, 0, ""
-    for table in candidate.manifest.tables.values():
-        if table.kind != "topk":
+    for table in candidate.manifest.stored.values():
+        if table.kind != "topk" or table.is_facet:
             continue
         if table.entity == "user":
             positions, excluded = evidence.users.positions, evidence.seen
@@ -154,6 +154,7 @@ def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
             vectors[some].astype(np.float64), candidate.items.vectors, excluded.take(some),
             records["items"][some], records["count"][some].astype(np.int64),
             dequantize(table.layout, records[some], np.float64), table.layout, str(table.producer.index),
+            evidence.allowed.get(table.name),
         )  # fmt: skip
     return right
 
@@ -167,8 +168,12 @@ def _compare(
     numbers: Floats,
     layout: Layout,
     metric: str,
+    allowed: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.bool_]:
-    """bool [lists]: the true scores of its items are, place by place, the best that there are, and stored so."""
+    """bool [lists]: the true scores of its items are, place by place, the best that there are, and stored so.
+
+    Of the items `allowed` bool [items] alone, where that is given.
+    """
     width, total = layout.width, len(vectors)
     best = np.full((len(queries), width), -np.inf)
     stored = np.full((len(queries), width), -np.inf)
@@ -184,6 +189,8 @@ def _compare(
             part, lengths = part / np.maximum(lengths, 1e-300), np.minimum(lengths, 1.0)
         longest = max(longest, float(lengths.max(initial=0)))
         scores = queries @ part.T
+        if allowed is not None:
+            scores[:, ~allowed[start : start + len(part)]] = -np.inf
         inside = used & (items >= start) & (items < start + len(part))
         rows, slots = np.nonzero(inside)
         stored[rows, slots] = scores[rows, items[rows, slots].astype(np.int64) - start]

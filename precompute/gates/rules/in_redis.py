@@ -47,7 +47,7 @@ def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measure
             candidate.control,
             server,
             pages_bytes=candidate.pages_bytes * shares(candidate.control.client)[name],
-            record_bytes=max(each.layout.size_bytes for each in candidate.manifest.tables.values()),
+            record_bytes=max(each.layout.size_bytes for each in candidate.manifest.stored.values()),
         )
     room = redis_room(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
     if not candidate.arms:
@@ -138,4 +138,4 @@ def _run_ids(client: "redis.Redis") -> bytes:
 
 def manifest_pages(manifest: Manifest) -> int:
     """Pages of all tables."""
-    return sum(table.pages for table in manifest.tables.values())
+    return sum(table.pages for table in manifest.stored.values())

@@ -259,7 +259,7 @@ def tables_of_live(candidate: Candidate) -> Measured:
         notes += [
             f"{name} has no lists to be compared with"
             for name, table in now.items()
-            if table.kind == "topk" and name not in before
+            if table.kind == "topk" and not table.is_facet and name not in before
         ]
     return none_of(len(notes), "; ".join(notes), candidate.baseline)
 

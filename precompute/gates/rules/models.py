@@ -100,7 +100,7 @@ def defaults(candidate: Candidate) -> Measured:
     """Every list has its defaults: items of the item table, each once, best first, as many as there can be."""
     data = orjson.loads((candidate.root / "defaults.json").read_bytes())
     for name, table in candidate.manifest.tables.items():
-        if table.kind != "topk":
+        if table.kind != "topk" or table.is_facet:
             continue
         ids, scores = data[name]["items"], np.asarray(data[name]["scores"], np.float64)
         known = candidate.items.ordinals_of([str(each).encode() for each in ids])

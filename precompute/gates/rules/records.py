@@ -53,7 +53,7 @@ def empty_lists(candidate: Candidate) -> Measured:
     """Share of users with no item at all, in the worst table."""
     shares = {
         name: scan.empty / max(1, scan.records - scan.absent)
-        for name, scan in candidate.evidence.scans.items()
+        for name, scan in candidate.evidence.asked_scans.items()
         if scan.table.kind == "topk"
     }
     worst = max(shares, key=lambda name: shares[name], default="")
@@ -69,7 +69,7 @@ def short_lists(candidate: Candidate) -> Measured:
     facts, evidence = candidate.manifest.facts, candidate.evidence
     shares = {"the night's own count": facts["short_lists"] / max(1, facts["users_scored"])}
     seen = evidence.seen.indptr[1:] - evidence.seen.indptr[:-1]
-    for name, scan in evidence.scans.items():
+    for name, scan in evidence.asked_scans.items():
         if scan.table.kind != "topk":
             continue
         width, count = scan.table.layout.width, candidate.items.count

@@ -1,6 +1,7 @@
 """A shop: a published night whose items have drawn attributes, and the best of what passes by a look at every item."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import pyarrow.parquet as pq
 
 from cache.filters.expression import read_filter
 from cache.format.item_table import ItemTable
-from cache.format.manifest import WITH_ATTRIBUTES
+from cache.format.manifest import WITH_ATTRIBUTES, WITH_FILTERS
 from cache.format.records.codec import decode
 from cache.model.ranking import Metric, rank
 from precompute.adapters.vectors import from_vectors
-from precompute.config.settings import NightConfig
+from precompute.config.settings import FacetConfig, FilterConfig, NightConfig
 from tests.integration.nights import UNTIL, histories, prepare, publish_night, raw_records
 from tests.opened import open_generation
 from tests.unit.cache.filters.columns import passes
@@ -39,8 +40,10 @@ class Shop:
     metric: Metric = "inner_product"
 
 
-def of_vectors(config: NightConfig, metric: Metric, *, are_folded: bool) -> NightConfig:
-    """The same night by a bundle of drawn vectors, those of users given or folded from what they did."""
+def of_vectors(
+    config: NightConfig, metric: Metric, *, are_folded: bool, is_alone: bool = False
+) -> NightConfig:
+    """The same night by a bundle of drawn vectors, those of users given (alone: nothing else of them) or folded."""
     rng = np.random.default_rng(3)
     items, users = (
         pq.read_table(config.path("items.parquet"))["item"].to_pylist(),
@@ -56,15 +59,23 @@ def of_vectors(config: NightConfig, metric: Metric, *, are_folded: bool) -> Nigh
     vectors = None if are_folded else "model/user_vectors.parquet"
     tables = {name: each for name, each in config.tables.items() if name != "user_affinity"}
     sources = replace(config.sources, user_vectors=vectors)
+    if is_alone:
+        sources = replace(sources, interactions=())
     return replace(config, bundle="model/bundle", tables=tables, sources=sources)
 
 
-def make_shop(folder: Path, redis_url: str, kind: str = "reference") -> Shop:
-    """A night whose items have attributes."""
+def make_shop(
+    folder: Path,
+    redis_url: str,
+    kind: str = "reference",
+    filters: Mapping[str, FilterConfig] | None = None,
+    facets: Mapping[str, FacetConfig] | None = None,
+) -> Shop:
+    """A night whose items have attributes, and that declares these filters and facets."""
     config = prepare(folder, redis_url, users=USERS, items=ITEMS)
     metric: Metric = "cosine" if kind == "cosine" else "inner_product"
     if kind != "reference":
-        config = of_vectors(config, metric, are_folded=kind == "folded")
+        config = of_vectors(config, metric, are_folded=kind == "folded", is_alone=kind == "alone")
     path = config.path("items.parquet")
     table = pq.read_table(path)
     rng = random.Random(7)
@@ -83,10 +94,12 @@ def make_shop(folder: Path, redis_url: str, kind: str = "reference") -> Shop:
     tables["user_vector"] = replace(tables["user_vector"], precision="f4")
     tables["user_topk"] = replace(tables["user_topk"], precision="f4")
     names = ("brand", "tags", "price", "stock", "since")
-    config = replace(config, tables=tables, sources=replace(config.sources, item_attributes=names))
+    sources = replace(config.sources, item_attributes=names)
+    config = replace(config, tables=tables, sources=sources, filters=dict(filters or {}))
+    config = replace(config, facets=dict(facets or {}))
     generation = publish_night(config, UNTIL)
     manifest, root = open_generation(config.store(), generation)
-    assert manifest.format == WITH_ATTRIBUTES
+    assert manifest.format == (WITH_FILTERS if filters or facets else WITH_ATTRIBUTES)
     items = ItemTable.open(root, manifest)
     ids = items.ids_of(np.arange(items.count, dtype=np.uint32))
     of_item = dict(zip(table["item"].to_pylist(), rows, strict=True))

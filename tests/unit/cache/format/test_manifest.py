@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from cache.errors import CorruptArtefact
-from cache.format.manifest import Artefact, Index, Manifest, Model
+from cache.format.manifest import Artefact, Index, Manifest, Model, NamedFilter
 from cache.model.input_sample import FACT
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from serving.quality.night_inputs import open_inputs
@@ -86,6 +86,13 @@ def test_a_manifest_has_all_its_fields_each_of_its_type_and_no_others() -> None:
     ):
         with pytest.raises(CorruptArtefact, match="not a manifest"):
             Manifest.from_bytes(spoilt(change))
+
+
+def test_a_manifest_tells_filters_only_where_there_are_any() -> None:
+    declared = replace(whole(), filters={"cheap": NamedFilter({"<": ["price", 20]})})
+
+    assert "filters" not in orjson.loads(whole().to_bytes())
+    assert Manifest.from_bytes(declared.to_bytes()) == declared
 
 
 def test_who_only_names_a_manifest_does_not_wait_for_its_reader() -> None:

@@ -91,6 +91,26 @@ def test_lists_recomputed_in_float64_are_told_from_lists_that_are_off(metric: st
     assert right(ordinals, scores, shorter) == [True, True, False, True, True, True]
 
 
+def test_lists_under_a_filter_are_the_best_of_what_passes() -> None:
+    users, items, seen = world()
+    allowed = np.arange(ITEMS) % 3 > 0
+    among = Histories.of([
+        [*seen.indices[seen.indptr[row] : seen.indptr[row + 1]], *np.flatnonzero(~allowed)]
+        for row in range(len(users))
+    ])  # fmt: skip
+    ordinals, scores = lists_of(users, items, among, "inner_product")
+    counts = np.full(len(users), K)
+    whole, all_scores = lists_of(users, items, seen, "inner_product")
+
+    def right(found: NDArray[np.uint32], said: NDArray[np.float64], mask: Any) -> Any:
+        layout = Layout("topk", K, "f4")
+        return _compare(users, items, seen, found, counts, said, layout, "inner_product", mask)
+
+    assert right(ordinals, scores, allowed).all()
+    assert not right(ordinals, scores, None).all()
+    assert not right(whole, all_scores, allowed).all()
+
+
 def test_rows_are_compared_with_their_largest_number() -> None:
     expected = np.array([[1.0, 1e-9], [0, 0], [1, 1]])
     found = np.array([[1.0, 2e-9], [0, 0], [1, 1.01]])

@@ -20,7 +20,11 @@ def judged(
         return SimpleNamespace(
             generation="live",
             tables={
-                name: SimpleNamespace(kind=kind, entity="item" if name == "likes" else "user")
+                name: SimpleNamespace(
+                    kind=kind,
+                    entity="item" if name == "likes" else "user",
+                    is_facet=name == "shelves",
+                )
                 for name, kind in tables.items()
             },
         )
@@ -43,6 +47,7 @@ def judged(
         ({"lists": "topk", "likes": "topk", "vector": "value"}, 1, "another kind"),
         ({"list": "topk", "likes": "topk", "vector": "vector"}, 2, "lists is gone"),
         (LIVE | {"more": "topk"}, 1, "more has no lists"),
+        (LIVE | {"shelves": "topk"}, 0, ""),
     ],
 )
 def test_tables_of_the_live_generation_are_missed(

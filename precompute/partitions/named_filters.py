@@ -1,0 +1,47 @@
+"""Named filters of a night: read from its settings, and tried on the attributes of its items."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cache.errors import ConfigError
+from cache.filters.attributes import ItemAttributes
+from cache.filters.expression import Filter, InvalidFilter, read_filter
+from cache.filters.masks import Passing, mask_of
+from precompute.config.settings import NightConfig
+
+
+def named_filters(config: NightConfig) -> dict[str, Filter]:
+    """Declared filters by name; raises ConfigError for an expression that is none."""
+    found = {}
+    for name, each in config.filters.items():
+        try:
+            found[name] = read_filter(each.filter)
+        except InvalidFilter as error:
+            raise _refused(name, error) from error
+    return found
+
+
+def passing_filters(
+    config: NightConfig, root: Path, attributes: Mapping[str, Any], count: int
+) -> dict[str, Passing]:
+    """Items that pass each declared filter, of `count` whose attributes were written below `root`.
+
+    Raises ConfigError for a filter that does not fit the attributes.
+    """
+    declared = named_filters(config)
+    if not declared:
+        return {}
+    columns, found = ItemAttributes.of_files(root, attributes, count), {}
+    for name, each in declared.items():
+        try:
+            found[name] = Passing.of(mask_of(each.root, columns))
+        except InvalidFilter as error:
+            raise _refused(name, error) from error
+    return found
+
+
+def _refused(name: str, error: InvalidFilter) -> ConfigError:
+    place = error.details.get("field")
+    where = f"[filters.{name}]" if place is None else f"[filters.{name}] at {place}"
+    return ConfigError(f"{where}: {error.message}", field="filters")

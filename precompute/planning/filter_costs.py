@@ -1,0 +1,179 @@
+"""Costs of tables under named filters: what making them takes, and what lookups without them take, from a sample."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import redis
+from numpy.typing import NDArray
+
+from cache.config.night import LISTS
+from cache.filters.best import BestOf
+from cache.format.records.layout import NO_ITEM
+from cache.model.ranking import Metric
+from cache.model.tower import Histories
+from precompute.builds.tables import configured_tables, metric_of
+from precompute.partitions.catalogue import open_items
+from precompute.partitions.named_filters import passing_filters
+from precompute.partitions.shard_input import scratch_folder
+from precompute.planning.sizes import Pages, Shape
+from precompute.planning.spent import timed
+from precompute.planning.trial import SEARCHED, Trial
+from precompute.scoring.users import PARTITION, ShardWork
+
+FEW: Final = 10
+"""Items that a page of an application shows, beside all of a list."""
+_SEARCHES: Final = 64
+_READS: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class FilterCost:
+    """Cost of a table of lists under a named filter; shares are of a sample's lists, seconds of processors.
+
+    `cut` is the share of lists of which fewer pass than they hold, so that a lookup of all of it is searched by
+    vectors; `cut_few` that of lists of which fewer than ten pass.
+    """
+
+    name: str
+    is_made: bool
+    passing: int
+    pages: int
+    redis_bytes: int
+    night_s: float
+    cut: float
+    cut_few: float
+    search_s: float
+    read_s: float
+
+    @property
+    def pays_from(self) -> float:
+        """Number of lookups a day, of all of a list, from which making it takes less than searching; else infinity."""
+        spared_s = self.cut * (self.search_s + self.read_s)  # the search reads a vector first
+        return self.night_s / spared_s if spared_s > 0 else math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able form; `pays_from_lookups_a_day` null where it never does."""
+        return {
+            "table": self.name,
+            "made": self.is_made,
+            "items_passing": self.passing,
+            "pages": self.pages,
+            "redis_bytes": self.redis_bytes,
+            "night_cpu_s": self.night_s,
+            "short_lists": self.cut,
+            f"short_lists_at_{FEW}": self.cut_few,
+            "search_s": self.search_s,
+            "read_s": self.read_s,
+            "pays_from_lookups_a_day": None if math.isinf(self.pays_from) else self.pays_from,
+        }
+
+
+Sampled = tuple[NDArray[np.float32], Histories]
+"""Vectors float32 [n, dims] of sampled entities, and the items that each may not get."""
+
+
+def filter_costs(
+    trial: Trial, shape: Shape, client: "redis.Redis", page_costs: Mapping[int, float]
+) -> list[FilterCost]:
+    """Costs of each declared filter for each table of lists, whether the night is told to make it or not."""
+    config, bundle, begun = trial.build.config, trial.bundle, trial.begun
+    if not config.filters:
+        return []
+    items = open_items(trial.build.root, begun, dims=bundle.dims)
+    declared = passing_filters(config, trial.build.root, begun["attributes"], items.count)
+    masks = {name: each.among(np.arange(items.count)) for name, each in declared.items()}
+    vectors, pages, found = np.asarray(items.vectors), shape.pages(), []
+    read_s = _read_s(client)
+    for table, each in configured_tables(config, bundle).items():
+        if each.kind not in LISTS:
+            continue
+        sampled = _users(trial) if each.kind == "user_topk" else _items(vectors)
+        entities = shape.users if each.kind == "user_topk" else shape.items
+        metric, threads = metric_of(bundle, each), config.threads or None
+        scorer = trial.scorers.at(0).of(items, metric)
+        lists = scorer.top(sampled[0], each.k, sampled[1], threads=threads)[0]
+        for name, mask in masks.items():
+            made = f"{table}.{name}"
+
+            def under(mask: NDArray[np.bool_] = mask) -> object:
+                return scorer.top(sampled[0], each.k, sampled[1], allowed=mask, threads=threads)  # noqa: B023
+
+            spent = timed(under)[0]
+            cut, cut_few = _cut(lists, mask)
+            found.append(
+                FilterCost(
+                    made, made in config.filtered, int(mask.sum()), pages[table].count,
+                    _bytes_of(pages[table], page_costs), spent.cpu_s * entities / len(sampled[0]), cut, cut_few,
+                    _search_s(vectors, sampled, mask, each.k, metric), read_s,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _bytes_of(pages: Pages, costs: Mapping[int, float]) -> int:
+    return round(pages.sum(costs))
+
+
+def _users(trial: Trial) -> Sampled:
+    work = ShardWork.of(trial.build, trial.bundle, 0, trial.scorers)
+    with scratch_folder(trial.build.root / PARTITION) as scratch:
+        chunk = work.encode(next(work.read(scratch)))
+    rows = np.flatnonzero(chunk.answered["user_tower"])[:SEARCHED]
+    return chunk.outputs["user_tower"][rows], chunk.seen.take(rows)
+
+
+def _items(vectors: NDArray[np.float32]) -> Sampled:
+    rows = np.sort(np.random.default_rng(0).permutation(len(vectors))[:SEARCHED])
+    return vectors[rows], Histories(np.arange(len(rows) + 1), rows)
+
+
+def _cut(lists: NDArray[np.uint32], mask: NDArray[np.bool_]) -> tuple[float, float]:
+    """Shares of the lists uint32 [n, k] that a lookup of all of it, and of ten, is not answered from."""
+    used = lists != NO_ITEM
+    passing = (mask[np.where(used, lists, 0)] & used).sum(axis=1)
+    is_full, width = used.all(axis=1), lists.shape[1]
+    cuts: Sequence[float] = [
+        float((is_full & (passing < k)).mean()) if len(lists) else 0.0
+        for k in (width, min(FEW, width))
+    ]
+    return cuts[0], cuts[1]
+
+
+def _search_s(
+    vectors: NDArray[np.float32],
+    sampled: Sampled,
+    mask: NDArray[np.bool_],
+    k: int,
+    metric: Metric,
+) -> float:
+    """Processor seconds of a search by one vector, as the service makes it."""
+    best, queries, gone = BestOf(vectors), sampled[0][:_SEARCHES], sampled[1]
+    passing = np.flatnonzero(mask)
+
+    def search(row: int) -> None:
+        out = gone.indices[gone.indptr[row] : gone.indptr[row + 1]]
+        best.of(queries[row], passing[~np.isin(passing, out)], k, metric)
+
+    search(0)  # lengths are found once
+
+    def all_of_them() -> None:
+        for row in range(len(queries)):
+            search(row)
+
+    return timed(all_of_them)[0].cpu_s / len(queries)
+
+
+def _read_s(client: "redis.Redis") -> float:
+    """Seconds of a read of a record from a Redis beside: the median round trip."""
+    key, spent = "larder:plan:read", []
+    client.set(key, bytes(64 << 10))
+    for place in range(_READS):
+        began = time.perf_counter()
+        client.getrange(key, place, place + 600)
+        spent.append(time.perf_counter() - began)
+    client.delete(key)
+    return float(np.median(spent))

@@ -1,0 +1,329 @@
+"""Named filters over HTTP: a name is answered as the expression that the answering generation declares by it."""
+
+import io
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import orjson
+import pytest
+from rich.console import Console
+
+from cache.filters.expression import read_filter
+from cache.store.artefacts import read_manifest
+from precompute.bulk.parts import total_bytes
+from precompute.cli.plan import _tables
+from precompute.cli.status_report import look, report
+from precompute.config.settings import FilterConfig
+from precompute.planning.forecast import PlanParameters, forecast
+from serving.client import AsyncClient, InvalidRequest, Options
+from serving.explain import cli as explain_cli
+from serving.explain import lookup_cli
+from serving.lookup.entity import Case
+from serving.ranking.filtered_lookup import FilteredLookup
+from tests.integration.http.hot_way import Asked, running
+from tests.integration.http.shop import BRANDS, Shop, make_shop, wanted_of
+from tests.integration.nights import NEXT, UNTIL, publish_night, top_lists
+from tests.integration.program import environment, started
+from tests.integration.serving_app import BASE, Running, eventually, serving
+from tests.unit.cache.filters.columns import passes
+
+SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
+DECLARED: dict[str, Any] = {
+    "in_stock": {"==": ["stock", True]},
+    "cheap-sale.1": {"and": [{"<": ["price", 40]}, {"contains": ["tags", "sale"]}]},
+    "hardly": {"and": [{"==": ["brand", BRANDS[0]]}, {"<": ["price", 12.5]}, {"==": ["stock", True]}]},
+    "nothing": {"==": ["brand", "no-such-brand"]},
+}  # fmt: skip
+LISTS = ("user_topk", "item_similar")
+TABLES = {"in_stock": LISTS, "hardly": LISTS, "nothing": ("user_topk",)}
+MADE = ("items", "scores", "short", "source", "reason", "generation")
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
+    declared = {name: FilterConfig(each, TABLES.get(name, ())) for name, each in DECLARED.items()}
+    return make_shop(tmp_path_factory.mktemp("named"), redis_url, filters=declared)
+
+
+async def both(
+    running: Running, table: str, entities: list[Any], name: str, **more: Any
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Answers to each entity under a declared filter, and under its expression sent along, without their ages."""
+    answers = []
+    for filter_ in (name, DECLARED[name]):
+        body = {"entities": entities, "filter": filter_, **more}
+        answers.append((await running.post(f"/v1/lookup/{table}", body))["answers"])
+    named, sent = (
+        [{field: each.get(field) for field in MADE} for each in some] for some in answers
+    )
+    return list(zip(named, sent, strict=True))
+
+
+@pytest.mark.parametrize("name", DECLARED)
+async def test_a_name_means_its_expression(shop: Shop, name: str) -> None:
+    rng = random.Random(SEED)
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        for k in (1, 10, 50):
+            out = rng.sample(shop.ids, 30)
+            known = [{"id": user} for user in sorted(shop.users)]
+            others = [{"id": "nobody"}, {"id": "new", "history": rng.sample(shop.ids, 5)}]
+            pairs = await both(running, "user_topk", [*known, *others], name, k=k, exclude=out)
+            pairs += await both(running, "item_similar", shop.ids[:40], name, k=min(k, 20))
+            for named, sent in pairs:
+                assert named["items"] == sent["items"], f"seed {SEED}: {name} {k}"
+                assert named["short"] == sent["short"], f"seed {SEED}: {name} {k}"
+
+
+async def test_what_was_made_under_a_filter_is_read_and_not_searched(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none(_self: object, _holding: object, cases: list[Case], _turn: object) -> list[None]:
+        return [None] * len(cases)
+
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        users, items, k = sorted(shop.users), shop.ids, 20
+        wanted = {
+            name: [
+                sent["items"]
+                for table, ids in (("user_topk", users), ("item_similar", items))
+                for _, sent in await both(running, table, ids, name, k=k)
+            ]
+            for name in ("in_stock", "hardly")
+        }
+        # When no vector can be had
+        monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
+        found = {
+            name: [
+                named
+                for table, ids in (("user_topk", users), ("item_similar", items))
+                for named, _ in await both(running, table, ids, name, k=k)
+            ]
+            for name in wanted
+        }
+        unmade = await both(running, "user_topk", users, "cheap-sale.1", k=k)
+
+    # Then lists that the night made are whole all the same; the others are what of a list passes
+    assert {name: [each["items"] for each in lists] for name, lists in found.items()} == wanted
+    assert {each["source"] for lists in found.values() for each in lists} <= {"l1", "l2"}
+    assert {each["reason"] for lists in found.values() for each in lists} == {None}
+    assert any(each["short"] for each in found["hardly"])
+    assert any(named["reason"] == "filtered" for named, _ in unmade)
+
+
+async def test_its_order_and_scores_are_those_of_a_look_at_each_item(shop: Shop) -> None:
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        for name in ("in_stock", "hardly"):
+            body = {"entities": sorted(shop.users), "filter": name}
+            for answer in (await running.post("/v1/lookup/user_topk", body))["answers"]:
+                user = answer["id"]
+                items, scores = wanted_of(
+                    shop, shop.users[user], shop.seen[user], DECLARED[name], 50, shop.metric
+                )
+                assert answer["items"] == items
+                np.testing.assert_array_equal(np.array(answer["scores"], np.float32), scores)
+                assert answer["table"] == "user_topk"
+
+
+async def test_another_order_has_the_candidates_of_the_expression(shop: Shop) -> None:
+    rerank = {"diversify": {"attribute": "brand", "most": 1}}
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        pairs = await both(running, "user_topk", sorted(shop.users), "in_stock", k=5, rerank=rerank)
+
+    assert all(named["items"] == sent["items"] for named, sent in pairs)
+
+
+async def test_a_list_that_exclude_uses_up_is_searched_for(shop: Shop) -> None:
+    user = min(shop.users)
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        body = {"entities": [user], "filter": "in_stock"}
+        (whole,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+        out = whole["items"][5:]
+        ((named, sent),) = await both(running, "user_topk", [user], "in_stock", exclude=out)
+
+    assert named["items"] == sent["items"] and len(named["items"]) == 50
+    assert not set(named["items"]) & set(out)
+
+
+async def test_a_table_made_under_a_filter_is_asked_by_the_filter_alone(shop: Shop) -> None:
+    user = min(shop.users)
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        gone = await running.http.get(f"/v1/lookup/user_topk.in_stock/{user}")
+        made = await running.get(f"/v1/explain/user_topk/{user}", filter="hardly")
+        other = await running.get(f"/v1/explain/user_topk/{user}", filter="cheap-sale.1")
+
+    assert gone.status_code == 404 and gone.json()["error"]["code"] == "unknown_table"
+    assert (made["filter"]["table"], made["filter"]["from"]) == ("user_topk.hardly", "list")
+    assert made["filter"]["items_of_list"] == made["record"]["items"]
+    assert made["page"]["state"] == other["page"]["state"] == "ok"
+    assert (other["filter"]["table"], other["filter"]["from"]) == ("user_topk", "vectors")
+
+
+def test_status_tells_what_it_takes(shop: Shop) -> None:
+    (told,) = report(shop.night, look(shop.night))["generations"]
+    manifest = read_manifest(shop.night.store(), told["generation"])
+
+    assert set(manifest.stored) - set(manifest.tables) == {
+        f"{table}.{name}" for name, tables in TABLES.items() for table in tables
+    }
+    assert told["tables"]["user_topk.hardly"] == told["tables"]["user_topk"]
+
+
+async def test_a_name_goes_along_in_all_ways(shop: Shop) -> None:
+    user, name = min(shop.users), "cheap-sale.1"
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        ((wanted, _),) = await both(running, "user_topk", [user], name, k=7)
+        in_url = await running.get(f"/v1/lookup/user_topk/{user}", filter=name, k=7)
+        found = [in_url["items"]]
+        for is_binary in (False, True):
+            transport = running.http._transport
+            async with AsyncClient(BASE, transport=transport, binary=is_binary) as client:
+                (answer,) = await client.lookup_many("user_topk", [user], Options(k=7, filter=name))
+                found.append(list(answer.items or ()))
+        scored = await running.post("/v1/score", {"user": user, "items": shop.ids, "filter": name})
+        told = await running.get(f"/v1/explain/user_topk/{user}", filter=name, k=7)
+
+    assert found == [wanted["items"]] * 3
+    passing = [
+        id_ for id_, each in zip(shop.ids, shop.attributes, strict=True)
+        if each.get("price", 99) < 40 and "sale" in each.get("tags", ())
+    ]  # fmt: skip
+    assert set(scored["items"]) <= set(passing)
+    assert set(scored["filtered"]) == set(shop.ids) - set(passing)
+    assert told["filter"]["passing"] == len(passing)
+
+
+async def test_an_unknown_name_is_refused_with_those_there_are(shop: Shop) -> None:
+    async with serving(shop.night) as running:
+        found = [
+            await running.http.post("/v1/lookup/user_topk", json={"entities": ["u"], "filter": "gone"}),
+            await running.http.get("/v1/lookup/user_topk/u", params={"filter": "gone"}),
+            await running.http.get("/v1/explain/user_topk/u", params={"filter": "gone"}),
+            await running.http.post("/v1/score", json={"user": "u", "items": ["i"], "filter": "gone"}),
+        ]  # fmt: skip
+        async with AsyncClient(BASE, transport=running.http._transport) as client:
+            with pytest.raises(InvalidRequest, match="no filter 'gone'"):
+                await client.lookup("user_topk", "u", Options(filter="gone"))
+
+    for response in found:
+        error = response.json()["error"]
+        assert response.status_code == 422
+        assert (error["code"], error["field"]) == ("unknown_filter", "filter")
+        assert error["declared"] == sorted(DECLARED)
+
+
+async def test_each_generation_has_filters_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory, redis_url: str
+) -> None:
+    # Given a night that means one brand, and the next, which means another
+    shop = make_shop(
+        tmp_path_factory.mktemp("two"),
+        redis_url,
+        filters={
+            "brand": FilterConfig({"==": ["brand", BRANDS[0]]}, ("user_topk",)),
+            "old": FilterConfig({"exists": "brand"}),
+        },
+    )
+    later = replace(
+        shop.night, filters={"brand": FilterConfig({"==": ["brand", BRANDS[1]]}, ("user_topk",))}
+    )
+    live = publish_night(later, NEXT)
+    brands = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
+    user, found = min(shop.users), {}
+    async with serving(later, l2_deadline_ms=2_500.0) as running:
+
+        async def has_previous() -> bool:
+            return running.service.holding().previous is not None
+
+        assert await eventually(has_previous)
+        before = running.service.holding().previous
+        assert before is not None
+        for generation in (live, before.generation):
+            # When each is asked for what it means by the name
+            body = {"entities": [user], "k": 5, "filter": "brand", "generation": generation}
+            (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+            found[generation] = {brands[each] for each in answer["items"]}
+        gone = await running.http.post(
+            "/v1/lookup/user_topk", json={"entities": [user], "filter": "old"}
+        )
+        (held,) = (
+            await running.post(
+                "/v1/lookup/user_topk",
+                {"entities": [user], "filter": "old", "generation": before.generation},
+            )
+        )["answers"]
+
+    # Then each answers by its own
+    assert found == {live: {BRANDS[1]}, before.generation: {BRANDS[0]}}
+    assert gone.status_code == 422 and gone.json()["error"]["declared"] == ["brand"]
+    assert held["items"]
+
+
+def test_both_ways_send_the_same_bytes_under_a_name(shop: Shop) -> None:
+    rng, at_once = random.Random(SEED), 0
+    for ways in running(shop.night):
+        for _ in range(60):
+            table = rng.choice(["user_topk", "user_topk", "item_similar"])
+            id_ = rng.choice(
+                shop.ids if table == "item_similar" else [*sorted(shop.users), "nobody"]
+            )
+            query = f"k={rng.randrange(1, 20)}&filter={rng.choice([*DECLARED, 'gone'])}".encode()
+            asked = Asked("GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query)
+            hot, routed = ways.both(asked)
+
+            assert hot == routed, f"seed {SEED}: {asked}"
+            assert ways.ask(asked) == routed[-1]
+            at_once += ways.hot.answer(asked.path + b"?" + query) is not None
+    assert at_once > 10
+
+
+def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    user, redis_url = min(shop.users), str(shop.night.redis_url)
+    with started(environment(shop.night, tmp_path, REDIS_URL=redis_url)) as (_, url):
+        asked = ["user_topk", user, "--url", url, "--k", "10", "--json", "--filter", "in_stock"]
+        assert lookup_cli.main(asked) == 0
+        (answer,) = orjson.loads(capsys.readouterr().out)["answers"]
+        assert explain_cli.main(asked) == 0
+        told = orjson.loads(capsys.readouterr().out)
+
+    stocked = {
+        id_ for id_, each in zip(shop.ids, shop.attributes, strict=True) if each.get("stock")
+    }
+    assert len(answer["items"]) == 10 and set(answer["items"]) <= stocked
+    assert told["filter"]["passing"] == len(stocked)
+
+
+def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
+    (told,) = report(shop.night, look(shop.night))["generations"]
+    manifest = read_manifest(shop.night.store(), told["generation"])
+    lists = top_lists(shop.night, manifest.generation, sorted(shop.users))
+    asked = PlanParameters(sample=1.0, seconds=0.1, data_until=UNTIL, qps=50.0)
+
+    found = forecast(shop.night, asked)
+
+    assert found.to_json()["pages"].keys() == manifest.stored.keys()
+    assert found.shape.payload_bytes == pytest.approx(total_bytes(manifest), rel=0.05)
+    costs = {each.name: each for each in found.filters}
+    assert costs.keys() == {f"{table}.{name}" for table in LISTS for name in DECLARED}
+    made = {f"{table}.{name}" for name, tables in TABLES.items() for table in tables}
+    assert {name for name, each in costs.items() if each.is_made} == made
+    attributes = dict(zip(shop.ids, shop.attributes, strict=True))
+    for name, filter_ in DECLARED.items():
+        root = read_filter(filter_).root
+        passing = [
+            sum(passes(root, attributes[each]) for each in items) for items in lists.values()
+        ]
+        cost = costs[f"user_topk.{name}"]
+        assert cost.passing == sum(passes(root, each) for each in shop.attributes)
+        # The plan has timed half of the users, those of a shard, and goes by these.
+        assert cost.cut == pytest.approx(np.mean([each < 50 for each in passing]), abs=0.1)
+        assert cost.cut_few == pytest.approx(np.mean([each < 10 for each in passing]), abs=0.1)
+        assert cost.redis_bytes > 0 and 0 < cost.pays_from < float("inf")
+    rows = Console(file=(text := io.StringIO()), width=250)
+    for each in _tables(found, [], asked, 3):
+        rows.print(each)
+    assert "user_topk.cheap-sale.1" in text.getvalue() and "lookups a day" in text.getvalue()

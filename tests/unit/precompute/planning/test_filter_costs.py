@@ -1,0 +1,40 @@
+"""Costs of tables under filters: from how many lookups a day one pays, and which lists fall short."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cache.format.records.layout import NO_ITEM
+from precompute.cli.plan import _pays
+from precompute.planning.filter_costs import FilterCost, _cut
+
+COST = FilterCost(
+    "user_topk.cheap", is_made=False, passing=10, pages=3, redis_bytes=1_000, night_s=60.0,
+    cut=0.5, cut_few=0.1, search_s=0.0019, read_s=0.0001,
+)  # fmt: skip
+
+
+def test_it_pays_from_the_lookups_whose_searches_take_as_long_as_the_night() -> None:
+    assert COST.pays_from == pytest.approx(60_000)
+    assert replace(COST, cut=1.0).pays_from == pytest.approx(30_000)
+    never = replace(COST, cut=0.0)
+    assert never.to_json()["pays_from_lookups_a_day"] is None
+    assert _pays(never, 10.0) == "never: no list is too short"
+
+
+def test_it_is_told_beside_the_requests_that_are_stated() -> None:
+    assert _pays(COST, None) == "from 60,000 lookups a day"
+    assert _pays(COST, 1.0) == "from 60,000 lookups a day, 69.44% of those stated"
+    assert _pays(COST, 0.1) == "from 60,000 lookups a day: more than those stated"
+    assert _pays(replace(COST, is_made=True), None) == "from 60,000 lookups a day (made)"
+
+
+def test_a_full_list_of_which_too_few_pass_is_short_and_one_that_is_not_full_is_whole() -> None:
+    lists = np.array([range(12), range(6, 18), [*range(6), *[NO_ITEM] * 6]], np.uint32)
+    mask = np.arange(20) < 10
+
+    whole, few = _cut(lists, mask)
+
+    assert whole == pytest.approx(2 / 3)
+    assert few == pytest.approx(1 / 3)
