@@ -324,6 +324,6 @@ def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
         assert cost.cut_few == pytest.approx(np.mean([each < 10 for each in passing]), abs=0.1)
         assert cost.redis_bytes > 0 and 0 < cost.pays_from < float("inf")
     rows = Console(file=(text := io.StringIO()), width=250)
-    for each in _tables(found, [], asked, 3):
+    for each in _tables(found, [], asked, 3, []):
         rows.print(each)
     assert "user_topk.cheap-sale.1" in text.getvalue() and "lookups a day" in text.getvalue()
