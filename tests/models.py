@@ -94,7 +94,7 @@ def make_predictor(
     labels = bundle.values["user_affinity"].labels
 
     def table(name: str, entity: str, producer: Producer, layout: Layout) -> Table:
-        return Table(name, entity, producer, layout, 4, (), labels)  # type: ignore[arg-type]
+        return Table(name, entity, producer, layout, 4, (), labels)
 
     tables = [
         table(

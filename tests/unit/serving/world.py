@@ -214,7 +214,7 @@ class World:
             part = TablePart(0, 1, len(rows) // layout.size_bytes, NO_FILE, NO_FILE)
             producer = Producer("topk" if rest == "topk" else "tower", "user_tower")
             labels = ("a", "b", "c") if layout.kind == "value" else ()
-            tables[name] = Table(name, kind, producer, layout, 1_000, (part,), labels)  # type: ignore[arg-type]
+            tables[name] = Table(name, kind, producer, layout, 1_000, (part,), labels)
         manifest = Manifest(
             namespace="test", generation=generation, data_until=DATA_UNTIL, created_at=DATA_UNTIL,
             bundle_digest="", inputs_digest="",
