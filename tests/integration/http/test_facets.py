@@ -1,5 +1,6 @@
 """Facets over HTTP: the best items with a value of an attribute, by a look at each item; nothing made up for others."""
 
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from cache.errors import ConfigError
 from precompute.config.settings import FacetConfig, NightConfig, Sources
 from serving.client import AsyncClient, Options
+from tests.integration.http import shop as shop_module
 from tests.integration.http.hot_way import Asked, running
-from tests.integration.http.shop import BRANDS, TAGS, Shop, make_shop
+from tests.integration.http.shop import BRANDS, TAGS, Shop, drawn, make_shop
 from tests.integration.nights import NEXT, histories, publish_night
 from tests.integration.serving_app import BASE, eventually, serving
 
@@ -153,6 +155,20 @@ async def test_without_interactions_they_go_by_the_mean_score(
         assert set(items) == {id_ for id_, brand in of.items() if brand == value}
         among = [each for each in defaults if of[each] == value]
         assert items[: len(among)] == among
+
+
+async def test_a_facet_without_values_answers_nothing(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(rng: random.Random) -> dict[str, Any]:
+        return {name: each for name, each in drawn(rng).items() if name != "brand"}
+
+    monkeypatch.setattr(shop_module, "drawn", without)
+    bare = make_shop(tmp_path, redis_url, facets={"brands": FacetConfig("brand")})
+    async with serving(bare.night) as running:
+        answer = await running.get(f"/v1/lookup/brands/{BRANDS[0]}")
+
+    assert (answer["items"], answer["reason"]) == ([], "not_in_generation")
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,17 @@ import orjson
 import pytest
 from rich.console import Console
 
+from cache.errors import Refused
 from cache.filters.expression import read_filter
 from cache.store.artefacts import read_manifest
+from precompute.builds.build import Build
+from precompute.builds.filtered_items import allowed_items
 from precompute.bulk.parts import total_bytes
 from precompute.cli.plan import _tables
 from precompute.cli.status_report import look, report
 from precompute.config.settings import FilterConfig
 from precompute.planning.forecast import PlanParameters, forecast
+from precompute.scoring import users as scoring
 from serving.client import AsyncClient, InvalidRequest, Options
 from serving.explain import cli as explain_cli
 from serving.explain import lookup_cli
@@ -161,6 +165,21 @@ async def test_a_table_made_under_a_filter_is_asked_by_the_filter_alone(shop: Sh
     assert made["filter"]["items_of_list"] == made["record"]["items"]
     assert made["page"]["state"] == other["page"]["state"] == "ok"
     assert (other["filter"]["table"], other["filter"]["from"]) == ("user_topk", "vectors")
+
+
+def test_lists_of_what_does_not_pass_are_never_published(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoilt(build: Build) -> dict[str, Any]:
+        return {name: np.ones_like(each) for name, each in allowed_items(build).items()}
+
+    monkeypatch.setattr(scoring, "allowed_items", spoilt)
+    with pytest.raises(Refused, match=r"sampled records of user_topk\.in_stock"):
+        make_shop(
+            tmp_path,
+            redis_url,
+            filters={"in_stock": FilterConfig(DECLARED["in_stock"], ("user_topk",))},
+        )
 
 
 def test_status_tells_what_it_takes(shop: Shop) -> None:

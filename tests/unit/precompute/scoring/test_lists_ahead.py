@@ -1,0 +1,94 @@
+"""Lists made ahead: under a filter those that a search finds, of a value those that a look at each item finds."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.filters.attributes import NO_CODE, AttributeColumn
+from cache.filters.best import BestOf
+from cache.format.records.layout import NO_ITEM
+from cache.model.ranking import Metric
+from cache.model.tower import Histories
+from precompute.scoring.defaults import AttributeValues, favourites_of, mean_scores
+from precompute.topk.topk import Scorer
+from tests.unit.cache.filters.columns import names_of
+
+TEXTS = ["a", "b", "ü", "zz", ""]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31), count=st.integers(1, 80), k=st.integers(1, 30),
+    share=st.floats(0, 1), metric=st.sampled_from(["inner_product", "cosine"]), distinct=st.booleans(),
+)  # fmt: skip
+def test_a_list_under_a_filter_is_the_one_that_a_search_by_vector_finds(
+    seed: int, count: int, k: int, share: float, metric: Metric, *, distinct: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    vectors = rng.standard_normal((count, 6)).astype(np.float32)
+    if not distinct:  # many ties
+        vectors = np.round(vectors)
+    users, mask = rng.standard_normal((3, 6)).astype(np.float32), rng.random(count) < share
+    gone = Histories.of([rng.permutation(count)[: rng.integers(0, count + 1)] for _ in users])
+
+    ordinals, scores = Scorer.of(vectors, metric).top(users, k, gone, allowed=mask, threads=1)
+
+    best = BestOf(vectors)
+    for row, user in enumerate(users):
+        out = gone.indices[gone.indptr[row] : gone.indptr[row + 1]]
+        left = np.setdiff1d(np.flatnonzero(mask), out)
+        wanted, theirs = best.of(user, left, k, metric)
+        used = ordinals[row] != NO_ITEM
+        np.testing.assert_array_equal(ordinals[row][used], wanted)
+        np.testing.assert_array_equal(scores[row][used], theirs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tags=st.lists(st.lists(st.sampled_from(TEXTS), max_size=5), min_size=1, max_size=30),
+    k=st.integers(1, 6), is_list=st.booleans(), data=st.data(),
+)  # fmt: skip
+def test_lists_of_a_value_are_the_best_items_that_have_it(
+    tags: list[list[str]], k: int, data: st.DataObject, *, is_list: bool
+) -> None:
+    had = tags if is_list else [each[:1] for each in tags]
+    scores = data.draw(st.lists(st.integers(0, 3), min_size=len(had), max_size=len(had)))
+    names, codes = names_of({text for each in had for text in each})
+    if is_list:
+        flat = np.array([codes[text] for each in had for text in each], np.uint32)
+        offsets = np.cumsum([0, *map(len, had)]).astype(np.uint64)
+        column = AttributeColumn("texts", flat, offsets, names)
+    else:
+        plain = [codes[each[0]] if each else NO_CODE for each in had]
+        column = AttributeColumn("text", np.array(plain, np.uint32), None, names)
+    order = sorted(range(len(had)), key=lambda at: (-scores[at], at))
+    place = np.argsort(order)
+
+    values = AttributeValues.of("shelf", column, place)
+    lists = values.lists(np.arange(len(values.ids)), k)
+
+    assert [raw.decode() for raw in values.ids] == sorted(codes, key=str.encode)
+    for raw, found in zip(values.ids, lists.tolist(), strict=True):
+        wanted = [at for at in order if raw.decode() in had[at]][:k]
+        assert found == wanted + [int(NO_ITEM)] * (k - len(wanted))
+
+
+def test_mean_scores_are_those_of_the_defaults() -> None:
+    rng = np.random.default_rng(5)
+    vectors, users = (
+        rng.standard_normal((5_000, 7), np.float32),
+        rng.standard_normal((9, 7), np.float32),
+    )
+    items: Any = SimpleNamespace(
+        count=5_000, vectors=vectors, ids_of=lambda ordinals: ordinals.tolist()
+    )
+    for metric in ("inner_product", "cosine"):
+        ids, scores = favourites_of(items, users, metric, 50)
+        found = mean_scores(items, users, metric)
+
+        order = np.lexsort((np.arange(5_000), -found))[:50]
+        assert order.tolist() == list(ids)
+        np.testing.assert_array_equal(found[order], np.array(scores, np.float32))
