@@ -1,5 +1,6 @@
 """The gate on files: several at once, and another try on the same host goes on where the last one stopped."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -47,8 +48,10 @@ class Checked:
     """Stamps of the files that this host has found as the manifest says, for the next try if this one is cut off."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
-        self._stamps = set(path.read_text().splitlines()) if path.exists() else set()
+        self._path, self._lock, self._stamps = path, threading.Lock(), set[str]()
+        # A gate that ran out of time goes on in its thread, and may forget the stamps at any moment.
+        with contextlib.suppress(FileNotFoundError):
+            self._stamps.update(path.read_text().splitlines())
 
     def __contains__(self, stamped: str) -> bool:
         return stamped in self._stamps

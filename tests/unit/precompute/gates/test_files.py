@@ -117,6 +117,16 @@ def test_a_line_that_a_killed_try_left_half_is_no_note(store, root, artefacts, h
     assert len(hashed) == 20
 
 
+def test_notes_may_be_forgotten_by_a_try_that_ran_out_of_time_but_goes_on(
+    store, root, artefacts, monkeypatch
+):
+    monkeypatch.setattr(
+        Path, "exists", lambda _path: True
+    )  # they are there until the moment they are read
+
+    assert files(store, GENERATION, artefacts).passed
+
+
 def test_the_first_error_ends_the_work_of_all_threads():
     done: list[int] = []
 
