@@ -30,7 +30,7 @@ from precompute.topk.topk import Scorer
 
 FILE = "defaults.json"
 VALUES_MAX: Final = 1_000_000
-"""AttributeValues of an attribute that may be a facet."""
+"""Values of an attribute that may be a facet."""
 _AT_ONCE: Final = 4_096
 
 Favourites = tuple[Sequence[str], list[float]]
@@ -108,7 +108,7 @@ def write_facets(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttributeValues:
-    """AttributeValues of an attribute: their ids, and of each the items that have it, best first, between `starts`."""
+    """Values of an attribute: their ids, and of each the items that have it, best first, between `starts`."""
 
     ids: list[bytes]
     starts: NDArray[np.int64]
