@@ -90,7 +90,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     if dashboard.is_on:
         refresher.also(config.dashboard_s, dashboard.tell)
     exposed = metrics.exposition if peers is None else peers.exposition
-    filters = Filters(answering.executor)
+    filters = Filters(answering.executor, answering.admission.admit_live)
     explainer = Explainer(
         follower, tiers, remote, answering.batcher, answering.admission, store, filters,
         in_thread=reading,

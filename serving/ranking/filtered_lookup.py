@@ -48,11 +48,12 @@ class FilteredLookup:
         return [case.answer for case in cases if case.answer is not None]
 
     async def _search(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
-        """The best of what passes, where a list had too little of it; else what the list had."""
+        """The best of what passes, where a list had too little of it; else, and under overload, what the list had."""
         snapshot = holding.live
         passing = turn.passing(snapshot)
-        vectors = await self._vectors_of(holding, cases, turn)
-        known = [(case, each) for case, each in zip(cases, vectors, strict=True) if each]
+        admitted = [case for case in cases if self._is_admitted(case)]
+        vectors = await self._vectors_of(holding, admitted, turn)
+        known = [(case, each) for case, each in zip(admitted, vectors, strict=True) if each]
         if known and passing is not None:
             searches = [_search_of(case, snapshot, each.vector, turn) for case, each in known]
             found = await self._filters.search(snapshot, passing, searches, turn.deadline)
@@ -63,6 +64,12 @@ class FilteredLookup:
         for case in cases:
             if case.answer is None:
                 self._ladder.reply.settle(case, snapshot, turn)
+
+    def _is_admitted(self, case: Case) -> bool:
+        if self._filters.admit():
+            return True
+        case.live_reason = "overloaded"
+        return False
 
     async def _vectors_of(
         self, holding: Holding, cases: Sequence[Case], turn: Turn

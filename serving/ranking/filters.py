@@ -39,11 +39,18 @@ class Search(NamedTuple):
 
 
 class Filters:
-    """Filters of requests, worked out by threads, whose number bounds what is under way at once."""
+    """Filters of requests, worked out by threads, whose number bounds what is under way at once.
+
+    A list is searched for where `admit` lets it, as it lets an input go to the model.
+    """
 
     def __init__(
-        self, executor: Executor | None = None, timer: Callable[[], float] = time.monotonic
+        self,
+        executor: Executor | None = None,
+        admit: Callable[[], bool] = lambda: True,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.admit = admit
         self._executor = executor
         self._timer = timer
 

@@ -15,6 +15,7 @@ import redis
 
 from cache.filters.expression import read_filter
 from cache.filters.masks import Masks
+from serving.admission.controller import Admission
 from serving.client import AsyncClient, Options
 from serving.explain import cli as explain_cli
 from serving.explain import lookup_cli
@@ -264,6 +265,21 @@ async def test_where_no_vector_can_be_had_a_list_answers_as_far_as_it_goes(
     brands = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
     assert 0 < len(answer["items"]) < 30
     assert {brands[each] for each in answer["items"]} == {BRANDS[0]}
+
+
+async def test_under_overload_nothing_is_searched_for(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Admission, "admit_live", lambda _self: False)
+    filter_ = {"==": ["brand", BRANDS[0]]}
+    body = {"entities": [{"id": min(shop.users)}], "k": 30, "filter": filter_}
+    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+        (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+        (one,) = (await running.post("/v1/lookup/user_topk", body | {"k": 1}))["answers"]
+
+    assert (answer["source"], answer["reason"], answer["live"]) == ("l2", "filtered", "overloaded")
+    assert 0 < len(answer["items"]) < 30 and not answer["short"]
+    assert "live" not in one and len(one["items"]) == 1  # the list has enough
 
 
 @pytest.mark.parametrize("user", ["known", "nobody"])
