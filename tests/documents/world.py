@@ -16,7 +16,7 @@ from tests.integration.nights import publish_night, write_clicks
 from tests.integration.program import ROOT
 
 SETTINGS = """
-namespace = "documents"
+namespace = "shop"
 shards = 2
 keep = 3
 threads = 1
