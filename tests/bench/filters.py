@@ -141,7 +141,7 @@ def spelt(id_: str, number: int) -> str:
     """The id with other characters in percent for each number, so that no request comes twice."""
     number //= USERS
     return "".join(
-        f"%{byte:02X}" if byte > 127 or number >> at & 1 else chr(byte)
+        f"%{byte:02X}" if not chr(byte).isalnum() or byte > 127 or number >> at & 1 else chr(byte)
         for at, byte in enumerate(id_.encode())
     )
 
