@@ -1,31 +1,25 @@
 """The blocklist: items and entities that must not be served, effective within seconds."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
 import orjson
 
-from cache.errors import Conflict, CorruptArtefact
+from cache.errors import CorruptArtefact
 from cache.format.ids import canonical_id
 from cache.formats import BLOCKLIST, demand, stamp, version_of
 from cache.store.artefacts import ArtefactStore
-
-WRITE_TRIES = 16
-
-# Whatever else somebody leaves in the folder (notes, an editor's copy) is no version.
-_VERSION = re.compile(r"([0-9]{12})\.json")
+from cache.store.versions import Versioned, Versions
 
 
 @dataclass(frozen=True, slots=True)
-class Blocklist:
+class Blocklist(Versioned):
     """Version of the blocklist; a blocked item appears in no answer, a blocked entity gets none of its own.
 
     `entities` are of whatever kind; `users` (the erased ones) leave an item of the same id alone.
     """
 
-    version: int = 0
     items: frozenset[bytes] = frozenset()
     entities: frozenset[bytes] = frozenset()
     users: frozenset[bytes] = frozenset()
@@ -67,17 +61,12 @@ class Blocklist:
             raise CorruptArtefact(f"not a blocklist: {error}") from error
 
 
-def newest_version(store: ArtefactStore) -> int:
-    """The version in force, 0 when nothing was ever blocked; one listing, so cheap to poll."""
-    names = store.names("blocklist")
-    return max((int(found[1]) for name in names if (found := _VERSION.fullmatch(name))), default=0)
+VERSIONS = Versions("blocklist", Blocklist(), Blocklist.from_bytes)
 
 
 def latest_blocklist(store: ArtefactStore) -> Blocklist:
     """The blocklist in force."""
-    version = newest_version(store)
-    raw = store.read(_path(version)) if version else None
-    return Blocklist() if raw is None else Blocklist.from_bytes(raw)
+    return VERSIONS.latest(store)
 
 
 def change_blocklist(
@@ -94,22 +83,13 @@ def change_blocklist(
     add_items, add_entities = frozenset(block_items), frozenset(block_entities)
     drop_items, drop_entities = frozenset(unblock_items), frozenset(unblock_entities)
     add_users, drop_users = frozenset(block_users), frozenset(unblock_users)
-    for _ in range(WRITE_TRIES):
-        now = latest_blocklist(store)
-        changed = Blocklist(
-            now.version + 1,
+
+    def change(now: Blocklist) -> Blocklist:
+        return Blocklist(
+            now.version,
             now.items - drop_items | add_items,
             now.entities - drop_entities | add_entities,
             now.users - drop_users | add_users,
         )
-        if replace(changed, version=now.version) == now:
-            return now
-        if store.write_once(_path(changed.version), changed.to_bytes()):
-            return changed
-    raise Conflict(
-        f"the blocklist changed {WRITE_TRIES} times while it was being written; try again"
-    )
 
-
-def _path(version: int) -> str:
-    return f"blocklist/{version:012d}.json"
+    return VERSIONS.change(store, change)

@@ -10,12 +10,12 @@ import orjson
 
 from cache.control.allotment import BUCKETS, Ranges
 from cache.control.key_split import Owners
-from cache.errors import Conflict, CorruptArtefact
+from cache.errors import CorruptArtefact
 from cache.formats import EXPERIMENTS, demand, stamp, version_of
 from cache.store.artefacts import ArtefactStore
+from cache.store.versions import Versioned, Versions
 
 FOLDER = "experiments"
-WRITE_TRIES = 16
 
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 """Names of experiments and arms: they are labels of metrics and names of folders."""
@@ -31,9 +31,6 @@ NAMESPACES_MAX = 8
 
 ENDED_MAX = 64
 """Ended experiments that a version lists, the latest; versions before it have them all."""
-
-# Whatever else somebody leaves in the folder (notes, an editor's copy) is no version.
-_VERSION = re.compile(r"([0-9]{12})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +82,12 @@ class Experiment:
 
 
 @dataclass(frozen=True, slots=True)
-class Experiments:
+class Experiments(Versioned):
     """Version of a namespace's experiments; they share one set of buckets, of which none has what another has.
 
     `salt` draws the buckets. The `holdout` is no experiment's, ever.
     """
 
-    version: int = 0
     salt: str = ""
     holdout_share: float = 0.0
     holdout: Ranges = ()
@@ -194,41 +190,27 @@ def _demand_apart(all_ranges: list[Ranges]) -> None:
             raise ValueError(f"bucket {start} has two owners")
 
 
-def newest_version(store: ArtefactStore) -> int:
-    """The version in force, 0 while there never was an experiment; one listing, so cheap to poll."""
-    names = store.names(FOLDER)
-    return max((int(found[1]) for name in names if (found := _VERSION.fullmatch(name))), default=0)
+VERSIONS = Versions(FOLDER, Experiments(), Experiments.from_bytes)
 
 
 def latest_experiments(store: ArtefactStore) -> Experiments:
     """The version in force."""
-    version = newest_version(store)
-    raw = store.read(_path(version)) if version else None
-    return Experiments() if raw is None else Experiments.from_bytes(raw)
+    return VERSIONS.latest(store)
 
 
 def change_experiments(
     store: ArtefactStore, change: Callable[[Experiments], Experiments]
 ) -> Experiments:
-    """Write what `change` makes of the newest version as the next one; again on that of whoever was faster."""
-    for _ in range(WRITE_TRIES):
-        now = latest_experiments(store)
-        changed = replace(change(now), version=now.version)
-        if changed == now:
-            return now
-        over = [each for each in changed.experiments if each.is_over]
+    """Write what `change` makes of the newest version as the next one, without the oldest of many that are over."""
+
+    def changed(now: Experiments) -> Experiments:
+        found = change(now)
+        over = [each for each in found.experiments if each.is_over]
         forgotten = sorted(over, key=lambda each: each.stopped_at or 0.0)[:-ENDED_MAX]
-        kept = tuple(each for each in changed.experiments if each not in forgotten)
-        changed = replace(changed, version=now.version + 1, experiments=kept)
-        if store.write_once(_path(changed.version), changed.to_bytes()):
-            return changed
-    raise Conflict(
-        f"the experiments changed {WRITE_TRIES} times while they were being written; try again"
-    )
+        kept = tuple(each for each in found.experiments if each not in forgotten)
+        return replace(found, experiments=kept)
 
-
-def _path(version: int) -> str:
-    return f"{FOLDER}/{version:012d}.json"
+    return VERSIONS.change(store, changed)
 
 
 EXPOSURES = "exposures"

@@ -10,7 +10,7 @@ from cache.control.key_split import Owners, Split
 from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
-from cache.store.experiments import Experiment, Experiments, latest_experiments, newest_version
+from cache.store.experiments import VERSIONS, Experiment, Experiments
 from serving.generations.store_threads import InThread
 from serving.lookup.service import LookupService
 
@@ -185,4 +185,4 @@ class Arms:
 
 
 def _newer(store: ArtefactStore, current: int) -> Experiments | None:
-    return latest_experiments(store) if newest_version(store) > current else None
+    return VERSIONS.latest(store) if VERSIONS.newest(store) > current else None

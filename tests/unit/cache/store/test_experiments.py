@@ -10,12 +10,12 @@ from cache.errors import CorruptArtefact, UnknownFormat
 from cache.store.artefacts import ArtefactStore
 from cache.store.experiments import (
     ENDED_MAX,
+    VERSIONS,
     Experiment,
     ExperimentArm,
     Experiments,
     change_experiments,
     latest_experiments,
-    newest_version,
 )
 
 ARMS = (
@@ -38,7 +38,7 @@ def test_what_was_written_is_read_and_there_is_nothing_before(tmp_path: Path) ->
 
     assert written == replace(FOUND, version=1) == latest_experiments(store)
     assert change_experiments(store, lambda found: found) == written
-    assert newest_version(store) == 1
+    assert VERSIONS.newest(store) == 1
     assert written.namespaces("default") == ("second",) and written.running == (RANKER,)
 
 
