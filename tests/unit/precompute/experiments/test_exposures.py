@@ -40,7 +40,9 @@ def rows(
     store: ArtefactStore, hour: int = HOUR, experiment: str = "e"
 ) -> dict[tuple[str, str], float]:
     raw = store.read(f"exposures/{experiment}/{hour}.parquet")
-    table = pq.read_table(io.BytesIO(raw or b""))
+    if raw is None:  # of no key there is no file
+        return {}
+    table = pq.read_table(io.BytesIO(raw))
     found = {(each["arm"], each["key"]): each["at"].timestamp() for each in table.to_pylist()}
     assert len(found) == len(table)
     return found
