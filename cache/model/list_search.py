@@ -27,21 +27,20 @@ class ListSearch:
     items: ItemTable
     width: int
 
-    def counts(self, batch: Sequence[Prepared], blocked: Ordinals) -> Ordinals:
+    def excluded(self, batch: Sequence[Prepared], blocked: Ordinals) -> list[Ordinals]:
+        """Ordinals that the re-score leaves out of each list: many blocked ones the index has left out itself."""
+        if not len(blocked) or self.searcher.filters(blocked):
+            return [each.excluded for each in batch]
+        return [np.concatenate([each.excluded, blocked]) for each in batch]
+
+    def counts(self, excluded: Sequence[Ordinals]) -> Ordinals:
         """Number of candidates [n] that are sure to hold a whole list of each input, without what it leaves out."""
-        excluded = self._excluded(batch, blocked)
         return self.searcher.fetch(self.width, np.array([len(each) for each in excluded]))
 
-    def candidates(
-        self, batch: Sequence[Prepared], vectors: Vectors, blocked: Ordinals, *, depth: int = 0
-    ) -> list[Ordinals]:
-        """Ordinals that the index finds for each vector, best first: what `counts` says, or `depth` if that is more.
-
-        -1 stands where there are no more.
-        """
-        counts = np.maximum(self.counts(batch, blocked), min(depth, self.searcher.depth_max))
+    def candidates(self, vectors: Vectors, counts: Ordinals, blocked: Ordinals) -> list[Ordinals]:
+        """Ordinals that the index finds for each vector, best first, so many; -1 stands where there are no more."""
         inside = blocked if self.searcher.filters(blocked) else None
-        found: list[Ordinals] = [np.empty(0, np.int64)] * len(batch)
+        found: list[Ordinals] = [np.empty(0, np.int64)] * len(vectors)
         for count in np.unique(counts).tolist():
             rows = np.flatnonzero(counts == count)
             searched = self.searcher.search(vectors[rows], count, inside)
@@ -50,16 +49,11 @@ class ListSearch:
         return found
 
     def best(
-        self,
-        batch: Sequence[Prepared],
-        vectors: Vectors,
-        candidates: Sequence[Ordinals],
-        blocked: Ordinals,
+        self, vectors: Vectors, candidates: Sequence[Ordinals], excluded: Sequence[Ordinals]
     ) -> Ranked:
         """The best of each input's candidates, without what it leaves out."""
-        excluded = self._excluded(batch, blocked)
-        ordinals = np.empty((len(batch), self.width), np.uint32)
-        scores = np.empty((len(batch), self.width), np.float32)
+        ordinals = np.empty((len(vectors), self.width), np.uint32)
+        scores = np.empty((len(vectors), self.width), np.float32)
         counts = np.array([len(each) for each in candidates])
         for count in np.unique(counts).tolist():
             rows = np.flatnonzero(counts == count).tolist()
@@ -72,6 +66,12 @@ class ListSearch:
                 metric=self.searcher.metric,
             )
         return ordinals, scores
+
+    def lists(self, batch: Sequence[Prepared], vectors: Vectors, blocked: Ordinals) -> Ranked:
+        """The list of each input, by both steps."""
+        excluded = self.excluded(batch, blocked)
+        found = self.candidates(vectors, self.counts(excluded), blocked)
+        return self.best(vectors, found, excluded)
 
     def scores(self, vectors: Vectors, ordinals: Ordinals) -> Vectors:
         """float32 [n] score of one item for each vector."""
@@ -91,9 +91,3 @@ class ListSearch:
         parts = (np.asarray(vectors[at : at + _ROWS]) for at in range(0, count, _ROWS))
         squares = [float(np.einsum("nd,nd->n", part, part).max()) for part in parts]
         return float(max(squares, default=0.0) ** 0.5)
-
-    def _excluded(self, batch: Sequence[Prepared], blocked: Ordinals) -> list[Ordinals]:
-        """Ordinals that the re-score leaves out of each list: many blocked ones the index has left out itself."""
-        if not len(blocked) or self.searcher.filters(blocked):
-            return [each.excluded for each in batch]
-        return [np.concatenate([each.excluded, blocked]) for each in batch]

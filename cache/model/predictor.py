@@ -118,9 +118,7 @@ class Predictor:
         outputs = self.vectors(batch)
         if self._tables[table].kind != "topk":
             return self.numbers(table, outputs, fingerprints, scored_at)
-        search = self.search(table)
-        candidates = search.candidates(batch, outputs, blocked)
-        best = search.best(batch, outputs, candidates, blocked)
+        best = self.search(table).lists(batch, outputs, blocked)
         return self.lists(table, best, fingerprints, scored_at)
 
     def vectors(self, batch: Sequence[Prepared]) -> NDArray[np.float32]:
@@ -196,9 +194,7 @@ class Predictor:
                 prepared = Prepared(name, np.zeros(length, np.int64), blank, 0, _NOTHING, 0)
                 output = self.vectors([prepared])
                 if table.kind == "topk":
-                    search = self.search(name)
-                    found = search.candidates([prepared], output, _NOTHING)
-                    search.best([prepared], output, found, _NOTHING)
+                    self.search(name).lists([prepared], output, _NOTHING)
 
     def _tower(self, table: str) -> Tower:
         if not self.supports(table):

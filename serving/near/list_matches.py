@@ -75,7 +75,9 @@ class ListMatches:
         vectors = predictor.vectors(batch)
         lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))[:, None]
         directions = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-        counts = search.counts(batch, blocked).tolist()
+        excluded = search.excluded(batch, blocked)
+        needed = search.counts(excluded)
+        counts = needed.tolist()
         close = neighbours.near(directions, version)
         near = {
             row: each
@@ -86,19 +88,18 @@ class ListMatches:
         ordinals = np.full((len(batch), self._width), NO_ITEM, np.uint32)
         scores = np.zeros((len(batch), self._width), np.float32)
         if rows := list(near):
-            inputs, held = [batch[row] for row in rows], [near[row].answer for row in rows]
+            held, out = [near[row].answer for row in rows], [excluded[row] for row in rows]
             candidates = [each.ordinals.astype(np.int64) for each in held]
-            ordinals[rows], scores[rows] = search.best(inputs, vectors[rows], candidates, blocked)
+            ordinals[rows], scores[rows] = search.best(vectors[rows], candidates, out)
             distances = np.array([near[row].distance for row in rows])
             proven = self._proven(search, directions[rows], ordinals[rows, -1], held, distances)
             for row, is_proven in zip(rows, proven, strict=True):
                 outcomes[row] = "proven" if is_proven else neighbours.decide(near[row])
         if rows := [row for row, each in enumerate(outcomes) if each not in ("proven", "reuse")]:
-            inputs = [batch[row] for row in rows]
-            depth = min(DEPTH * self._width, DEPTH_MAX)
-            deep = search.candidates(inputs, vectors[rows], blocked, depth=depth)
+            depth = min(DEPTH * self._width, DEPTH_MAX, search.searcher.depth_max)
+            deep = search.candidates(vectors[rows], np.maximum(needed[rows], depth), blocked)
             own = [each[: counts[row]] for row, each in zip(rows, deep, strict=True)]
-            best = search.best(inputs, vectors[rows], own, blocked)
+            best = search.best(vectors[rows], own, [excluded[row] for row in rows])
             kept = self._kept(search, directions[rows], deep)
             for row, answer, items in zip(rows, kept, best[0], strict=True):
                 is_judged = outcomes[row] in JUDGED

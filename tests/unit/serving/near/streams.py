@@ -187,8 +187,7 @@ class HistoryModel:
     def true_lists(self, batch: Sequence[Prepared]) -> NDArray[np.uint32]:
         """Lists that live would give."""
         vectors = self.vectors(batch)
-        candidates = self._search.candidates(batch, vectors, NOTHING)
-        return self._search.best(batch, vectors, candidates, NOTHING)[0]
+        return self._search.lists(batch, vectors, NOTHING)[0]
 
 
 def histories(
