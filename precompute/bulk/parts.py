@@ -82,3 +82,8 @@ def page_keys(keys: Keyspace, manifest: Manifest) -> Iterator[str]:
 def total_bytes(manifest: Manifest) -> int:
     """Payload of all pages."""
     return sum(part.pages.file.size_bytes for part in parts_of(manifest))
+
+
+def total_pages(manifest: Manifest) -> int:
+    """Number of pages of all tables."""
+    return sum(table.pages for table in manifest.stored.values())

@@ -26,7 +26,8 @@ def demand_match(own: Manifest, arm: Manifest) -> None:
     """Raises Conflict unless an arm has each table of the service's own namespace, alike for callers.
 
     Kind, entity, width (k of a list, dimensions of a vector) and labels must be equal, and the attributes that
-    filters name must be there: callers do not know which arm answers. Precision, model and items may differ.
+    filters name, and the filters that are called by name, must be there: callers do not know which arm answers.
+    Precision, model and items may differ, and so may what a name means.
     """
     for name, table in own.tables.items():
         expected, found = _shape(table), _shape(arm.tables.get(name))
@@ -41,6 +42,12 @@ def demand_match(own: Manifest, arm: Manifest) -> None:
             f"items of namespace {arm.namespace!r} have no attributes {', '.join(lacking)}, by which requests may "
             "filter: name them in [sources] item_attributes of its settings",
             namespace=arm.namespace, attributes=lacking,
+        )  # fmt: skip
+    if lacking := sorted(own.filters.keys() - arm.filters.keys()):
+        raise Conflict(
+            f"namespace {arm.namespace!r} has no filters {', '.join(lacking)}, which requests call by name: declare "
+            "them as [filters.NAME] of its settings",
+            namespace=arm.namespace, filters=lacking,
         )  # fmt: skip
 
 

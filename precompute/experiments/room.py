@@ -10,7 +10,7 @@ from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import read_manifest
 from cache.store.experiments import latest_experiments
-from precompute.bulk.parts import total_bytes
+from precompute.bulk.parts import total_bytes, total_pages
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control
 from precompute.control.states import State
@@ -53,7 +53,7 @@ def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]
         )
         manifests = _manifests(settings_of(config, namespace), Control(client, Keyspace(namespace)))
         sizes = [total_bytes(each) for each in manifests]
-        pages = sum(table.pages for each in manifests for table in each.tables.values())
+        pages = sum(map(total_pages, manifests))
         mapped = [sum(file.size_bytes for file in each.artefacts()) for each in manifests]
         found.append(ArmRoom(
             namespace, arms, len(manifests), pages, sum(sizes), max(sizes, default=0),

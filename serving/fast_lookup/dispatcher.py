@@ -131,14 +131,14 @@ class Hot:
         table = live.manifest.tables.get(asked.table)
         if table is None or refuses(table, options.k):
             return None
-        passing = None
+        want, passing = plain_want(live, table, asked.raw), None
         if options.filter is not None:
             # What passes must be known, and be asked of lists: else the routes behind find out, or say what is wrong.
             if live.filtering is not None and table.kind == "topk" and not table.is_facet:
                 passing = live.filtering.kept(options.filter)
             if passing is None:
                 return None
-        want = made_under_filter(live, plain_want(live, table, asked.raw), options)
+            want = made_under_filter(live, want, options)
         options = fast_parse.tighter(options, deadline_s)
         query = scope["query_string"]
         request = scope["raw_path"] + (b"?" + query if query else b"")

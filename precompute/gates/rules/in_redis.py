@@ -9,11 +9,11 @@ import redis
 
 from cache.errors import NotJudged
 from cache.format.gate_rules import REDIS_HEADROOM
-from cache.format.manifest import Manifest
 from cache.l2.sync_clients import masters, shares
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.headroom import unevictable_bytes
 from precompute.bulk.load import BadPage, Part, load_part, parts_of, verify_part
+from precompute.bulk.parts import total_pages
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity
 from precompute.gates.evidence.verdict import Measured, at_most
@@ -102,7 +102,7 @@ def pages_in_redis(candidate: Candidate) -> Measured:
             again += _read_back(candidate, part, governor)
             with suppress(redis.exceptions.OutOfMemoryError):  # only the next try would miss it
                 control.client.hset(noted, part.read, note.decode())
-    pages = manifest_pages(manifest)
+    pages = total_pages(manifest)
     control.client.hdel(noted, *(part.read for part in parts))
     told = f"pages whose checksum matched, {again} parts of them loaded once more" if again else ""
     return Measured(True, pages, pages, told or "pages whose checksum matched")
@@ -134,8 +134,3 @@ def _run_ids(client: "redis.Redis") -> bytes:
     found: list[Any] = [server.info("server") for server in masters(client).values()]
     # Who says none may have started at any time.
     return ",".join(sorted(each.get("run_id") or token_hex() for each in found)).encode()
-
-
-def manifest_pages(manifest: Manifest) -> int:
-    """Pages of all tables."""
-    return sum(table.pages for table in manifest.stored.values())

@@ -9,12 +9,15 @@ import pytest
 
 from cache.config.sections import FlipConfig, TableConfig
 from cache.errors import ConfigError, Conflict
+from cache.format.manifest import Manifest, NamedFilter
 from cache.store.audit import audit_records
 from cache.store.experiments import latest_experiments
 from precompute.cli.parser import parser_of_commands
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
 from precompute.experiments import changes
+from precompute.experiments.matching import demand_match, published
 from tests.integration.fleet import control_of
 from tests.integration.nights import UNTIL, build_night, publish_night
 
@@ -156,3 +159,21 @@ def test_replicas_that_do_not_hold_the_arms_are_waited_for_and_named(
             each.client.zadd(each.keys.replicas, {beat: control.time()})
         assert run(namespaces, "start", "late", *ARMS, "--share", "0.1")["state"] == "running"
     changes.stop(own, "late")
+
+
+def test_an_arm_must_have_the_filters_that_are_called_by_name(
+    namespaces: tuple[NightConfig, NightConfig],
+) -> None:
+    own, arm = (manifest_of(each) for each in namespaces)
+    cheap = {"cheap": NamedFilter({"<": ["price", 20]}, {})}
+
+    demand_match(own, replace(arm, filters=cheap))
+    with pytest.raises(Conflict, match=r"has no filters cheap.*\[filters\.NAME\]") as refused:
+        demand_match(replace(own, filters=cheap), arm)
+
+    assert refused.value.details["filters"] == ["cheap"]
+
+
+def manifest_of(config: NightConfig) -> Manifest:
+    with connect(str(config.redis_url), 5.0) as client:
+        return published(config.store(), Control(client, config.keyspace()))
