@@ -62,6 +62,8 @@ class NightConfig(SharedConfig):
     """Index of candidates; `auto` goes by the number of items."""
     history_limit: Count = 100_000
     """Number of items of a user's history, the newest."""
+    reuse: Literal["auto", "off"] = "auto"
+    """Copying of records whose inputs did not change since a verified generation; `off` computes all of them."""
     keep: NonNegativeInt = 1
     """Number of superseded generations left for roll backs; the previous one always is."""
     threads: NonNegativeInt = 0

@@ -28,6 +28,7 @@ from cache.format.manifest import (
 )
 from cache.model.input_sample import FACT
 from cache.store.artefacts import generation_path
+from precompute.builds import reuse_fact
 from precompute.builds.build import (
     Build,
     cut_of,
@@ -137,6 +138,7 @@ def seal(made: Build) -> Manifest:
                 report[kind].get("unusable", {}) for report in reports for kind in ("users", "items")
             )]),
             "vocabulary_digest": bundle.vocabulary_digest,
+            reuse_fact.FACT: reuse_fact.reuse_of(made, reports),
             FACT: models.get("probe"),  # none where an earlier version had taken that step
         },
         seen=tuple(

@@ -35,6 +35,7 @@ from precompute.gates.rules.entities import (
 from precompute.gates.rules.exact import exact_lists, exact_numbers, history_in_lists, item_vectors
 from precompute.gates.rules.future import heldout_recall
 from precompute.gates.rules.host import disk_headroom, memory_headroom
+from precompute.gates.rules.identity import identity
 from precompute.gates.rules.in_redis import maxmemory_policy, pages_in_redis, redis_headroom
 from precompute.gates.rules.index import index_recall, index_vectors
 from precompute.gates.rules.live import (
@@ -86,6 +87,7 @@ GATES: Final[tuple[Gate, ...]] = (
     pages_in_redis,
     item_vectors,
     index_vectors,
+    identity,
     exact_lists,
     exact_numbers,
     history_in_lists,

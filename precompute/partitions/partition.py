@@ -1,7 +1,8 @@
 """Partition: one pass over the sources that puts every entity's rows into the file of its hash shard."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -17,10 +18,13 @@ from cache.errors import SourceError
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
+from cache.store.artefacts import take_file
 from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased
+from precompute.partitions.earlier import UNKNOWN_SEED, Earlier
 from precompute.partitions.shard_files import (
     HASH,
+    TOUCHED,
     ShardFiles,
     allow_files,
     kinds_in,
@@ -40,7 +44,7 @@ from precompute.partitions.shard_input import (
 )
 from precompute.partitions.stages import Stages
 from precompute.partitions.user_vectors import VECTOR_ROWS, write_vectors
-from precompute.sources.columns import Ids
+from precompute.sources.columns import Ids, text_hashes
 from precompute.sources.features import read_values
 from precompute.sources.files import feature_file
 from precompute.sources.readers import (
@@ -49,7 +53,7 @@ from precompute.sources.readers import (
     read_features,
     read_interactions,
 )
-from precompute.sources.unusable import AGAIN, CASES, Unusable
+from precompute.sources.unusable import AGAIN, CASES, Unusable, merged
 
 USER_ROWS = "user_features"
 """Name of the feature table of users in reports."""
@@ -61,6 +65,7 @@ FILES_AT_ONCE = 2
 
 _IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
 _ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
+_TOUCHED = pa.schema([(HASH, pa.uint64())])
 
 
 def sort_unique(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
@@ -70,16 +75,30 @@ def sort_unique(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
     return None if (placed[1:] == placed[:-1]).any() else order
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Counted:
+    """Counts of interactions: all before the cut, those with unknown items, those of each item; and those after it.
+
+    `unknown` are the hashes of the unknown items' ids, sorted.
+    """
+
+    interactions: int
+    unknown_items: int
+    popularity: NDArray[np.int64]
+    unknown: NDArray[np.uint64]
+    late: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Partitioned:
     """Result of the pass: its seed, counts of what it saw, and the rows that cannot be used."""
 
     seed: int
     users: int
-    interactions: int
-    unknown_items: int
-    popularity: NDArray[np.int64]
-    unusable: Unusable
+    counted: Counted
+    unusable: Mapping[str, Any]
+    """By source, as `Unusable.to_json` has it."""
+    took_over: bool
 
 
 def partition(
@@ -97,8 +116,12 @@ def partition(
     restart: Callable[[], None] = lambda: None,
     hasher: Hasher = hash_ids,
     erased: Erased = NOBODY,
+    earlier: Earlier | None = None,
 ) -> Partitioned:
     """Write each shard's Arrow files (`kinds_in`) into `folder`, trying seeds until no id collides.
+
+    The rows of an `earlier` partition are taken over, source files that are not in it are read, and the users of whom
+    more, or less, is known than then are written down (TOUCHED).
 
     Users' vectors, if the night is given any, must have `dims` numbers. What is erased is in none of the files, nor in
     what `late` is told; `restart` is called before the sources are read once more. Values that one of `feature_inputs`
@@ -108,20 +131,27 @@ def partition(
     folder.mkdir(parents=True, exist_ok=True)
     allow_files(FILES_AT_ONCE * config.shards)
     columns = sorted({*feature_columns, *(str(each.column) for each in feature_inputs)})
+    seed = seed if earlier is None else earlier.seed
     while True:
         unusable = Unusable(erased.users | erased.items)
         counted = _write(
-            config, items, folder, before, seed, progress, late, hasher, erased, unusable
+            config, items, folder, before, seed, progress, late, hasher, erased, unusable, earlier
         )
-        _write_features(config, folder, seed, columns, feature_inputs, hasher, erased, unusable)
-        if config.sources.user_vectors:
-            named = partial(hashes_of, seed=seed, hasher=hasher)
-            write_vectors(config, folder, dims, named, erased, unusable)
+        if earlier is None:
+            _write_features(config, folder, seed, columns, feature_inputs, hasher, erased, unusable)
+            if config.sources.user_vectors:
+                named = partial(hashes_of, seed=seed, hasher=hasher)
+                write_vectors(config, folder, dims, named, erased, unusable)
         with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
-            count = partial(_count_users, folder, shards=config.shards, unusable=unusable)
+            # What is taken over was counted when it was read.
+            noted = unusable if earlier is None else Unusable()
+            count = partial(_count_users, folder, shards=config.shards, unusable=noted)
             users = list(pool.map(count, range(config.shards)))
         if None not in users:
-            return Partitioned(seed, sum(each or 0 for each in users), *counted, unusable)
+            told = [unusable.to_json(), *([] if earlier is None else [earlier.unusable])]
+            count_all = sum(each or 0 for each in users)
+            return Partitioned(seed, count_all, counted, merged(told), earlier is not None)
+        earlier = None
         seed += 1
         restart()
 
@@ -161,41 +191,98 @@ def _write(
     hasher: Hasher,
     erased: Erased,
     unusable: Unusable,
-) -> tuple[int, int, NDArray[np.int64]]:
-    popularity = np.zeros(items.count, np.int64)
-    count = unknown = 0
+    earlier: Earlier | None,
+) -> Counted:
+    popularity, unknown = np.zeros(items.count, np.int64), _Hashes()
+    count = without_item = newer = 0
+
+    def told(batch: Interactions) -> None:
+        nonlocal newer
+        newer += len(batch.times)
+        late(erased.leave_out(batch))
+
     with (
         _files(folder, "rows", config.shards, _ROWS) as rows,
         _files(folder, "ids", config.shards, _IDS) as ids,
+        ExitStack() as others,
         Stages() as stages,
     ):
+        touched = None
+        if earlier is not None:
+            count = earlier.interactions
+            popularity, without_item, known = earlier.counted(items.count)
+            unknown.add(known)
+            touched = others.enter_context(_files(folder, TOUCHED, config.shards, _TOUCHED))
+            _take_over(config, folder, earlier, rows, ids, touched)
         read = read_interactions(
             config.sources,
             Path(config.base),
             before=before,
-            late=lambda batch: late(erased.leave_out(batch)),
+            late=told,
             unusable=unusable,
+            skip=0 if earlier is None else earlier.files,
         )
 
         def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
-            """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each row."""
+            """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each name of an item."""
             hashes = hashes_of_names(batch.users, seed, hasher)
-            ordinals = items.ordinals_of(batch.items.raws()).astype(np.int32)
-            return batch, hashes, ordinals[batch.items.codes]
+            return batch, hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
 
         made = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, read))))
-        for batch, hashes, ordinals in made:
+        for batch, hashes, places in made:
             shards = shard_of(hashes, config.shards).astype(np.uint16)
-            codes = batch.users.codes
+            codes, ordinals = batch.users.codes, places[batch.items.codes]
             ids.write(pa.table([batch.users.names, hashes], schema=_IDS), shards)
             columns = [hashes[codes], ordinals, batch.times]
             rows.write(pa.table(columns, schema=_ROWS), shards[codes])
+            if touched is not None:
+                touched.write(pa.table([hashes], schema=_TOUCHED), shards)
             known = ordinals[ordinals >= 0]
             popularity += np.bincount(known, minlength=items.count)
+            if (places < 0).any():
+                nameless = batch.items.names.filter(pa.array(places < 0))
+                unknown.add(text_hashes(nameless, UNKNOWN_SEED))
             count += len(codes)
-            unknown += len(codes) - len(known)
+            without_item += len(codes) - len(known)
             progress(count)
-    return count, unknown, popularity
+    return Counted(count, without_item, popularity, unknown.all(), newer)
+
+
+class _Hashes:
+    """Distinct hashes, brought together now and then."""
+
+    def __init__(self) -> None:
+        self._found = np.empty(0, np.uint64)
+        self._new: list[NDArray[np.uint64]] = []
+
+    def add(self, hashes: NDArray[np.uint64]) -> None:
+        self._new.append(hashes)
+        if sum(map(len, self._new)) > max(1 << 16, len(self._found)):
+            self.all()
+
+    def all(self) -> NDArray[np.uint64]:
+        self._found = np.unique(np.concatenate([self._found, *self._new]))
+        self._new = []
+        return self._found
+
+
+def _take_over(
+    config: NightConfig,
+    folder: Path,
+    earlier: Earlier,
+    rows: ShardFiles,
+    ids: ShardFiles,
+    touched: ShardFiles,
+) -> None:
+    """Rows, ids and whatever else an earlier partition has, into the files of this one."""
+    for shard in range(config.shards):
+        for batch, lost in earlier.rows(shard):
+            rows.extend(shard, [batch])
+            if len(lost):
+                touched.extend(shard, [pa.record_batch([lost], schema=_TOUCHED)])
+        ids.extend(shard, earlier.batches(shard, "ids"))
+        for kind in kinds_in(earlier.folder, shard)[2:]:
+            take_file(*(shard_paths(each, shard, (kind,))[0] for each in (earlier.folder, folder)))
 
 
 def _write_features(

@@ -3,7 +3,7 @@
 import os
 import resource
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,14 @@ from cache.store.artefacts import sync_folder
 KINDS = ("rows", "ids", "features")
 """Kinds of files: what users did, their ids once for every batch of the sources, their features; all with a HASH."""
 
+PARTITION = "work/partition"
+"""Folder of the partition in that of its generation."""
+
 USER_VECTORS = "vectors"
 """Kind of file that a partition has where the night is given vectors of users."""
+
+TOUCHED = "touched"
+"""Kind of file that a partition has which took an earlier one over: hashes of users of whom it knows more, or less."""
 
 SPARE_FILES = 512
 """Descriptors left for all else: sources, artefacts, Redis, libraries."""
@@ -125,6 +131,11 @@ class ShardFiles:
         for writer, start, end in zip(self._writers, bounds[:-1], bounds[1:], strict=True):
             if end > start:
                 writer.write_table(sorted_rows.slice(start, end - start))
+
+    def extend(self, number: int, batches: Iterable[Any]) -> None:
+        """All rows of Arrow batches into the file of this number."""
+        for batch in batches:
+            self._writers[number].write_batch(batch)
 
     def __exit__(self, kind: object, *rest: object) -> None:
         try:

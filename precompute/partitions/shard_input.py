@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.format.ids import FINGERPRINT_SEED, hash_ids
+from cache.model.tower import Histories
 from precompute.partitions.grouping import by_time, distinct, first_rows, latest_of_each, places_of
 from precompute.partitions.shard_files import (
     HASH,
@@ -41,6 +42,8 @@ SLICE_BYTES = 256 << 20
 
 FILES_MAX = 256
 """Files written at once; more slices take two passes."""
+
+_COULD = (1 << 20) - 1
 
 COUNTED_ROWS = 4 * SLICE_ROWS
 """Rows whose entities are counted at once."""
@@ -69,6 +72,19 @@ class ShardInput:
     history_limit: int = sys.maxsize
     vectors: NDArray[np.float32] | None = None
     """[entities, dims], a row of NaN for who has none; None where the night is given none."""
+
+    def take(self, rows: NDArray[np.int64]) -> "ShardInput":
+        """Some of the entities, in the order given."""
+        histories = Histories(self.indptr, self.ordinals).take(rows)
+        return ShardInput(
+            ids=[self.ids[row] for row in rows.tolist()],
+            hashes=self.hashes[rows],
+            indptr=histories.indptr,
+            ordinals=histories.indices,
+            features={name: each.take(pa.array(rows)) for name, each in self.features.items()},
+            history_limit=self.history_limit,
+            vectors=None if self.vectors is None else self.vectors[rows],
+        )
 
     @property
     def has_vector(self) -> NDArray[np.bool_]:
@@ -147,6 +163,29 @@ def _split(
                     hashes = np.asarray(batch.column(HASH))
                     which = firsts.searchsorted(hashes, "right") - 1
                     files.write(pa.Table.from_batches([batch]), which)
+
+
+def users_alone(folder: Path, shard: int, wanted: NDArray[np.uint64], scratch: Path) -> Path:
+    """A folder in `scratch` with the shard's files, which hold only the users with these sorted hashes."""
+    target = scratch / "alone"
+    target.mkdir(parents=True, exist_ok=True)
+    could = np.zeros(
+        _COULD + 1, np.bool_
+    )  # most of the others are told from these by their last bits
+    could[(wanted & np.uint64(_COULD)).astype(np.int64)] = True
+    for kind in kinds_in(folder, shard):
+        (path,), (alone,) = (shard_paths(each, shard, (kind,)) for each in (folder, target))
+        with pa.OSFile(str(path)) as source, pa.OSFile(str(alone), "wb") as sink:
+            stream = pa.ipc.open_stream(source)
+            with pa.ipc.new_stream(sink, stream.schema) as writer:
+                for batch in stream:
+                    hashes = np.asarray(batch.column(HASH))
+                    rows = np.flatnonzero(could[(hashes & np.uint64(_COULD)).astype(np.int64)])
+                    at = np.minimum(wanted.searchsorted(hashes[rows]), max(0, len(wanted) - 1))
+                    rows = rows[wanted[at] == hashes[rows]] if len(wanted) else rows[:0]
+                    if len(rows):
+                        writer.write_batch(batch.take(pa.array(rows)))
+    return target
 
 
 def hashes_of(ids: Ids, seed: int, hasher: Hasher = hash_ids) -> NDArray[np.uint64]:

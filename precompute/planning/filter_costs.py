@@ -18,11 +18,13 @@ from cache.model.tower import Histories
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.partitions.catalogue import open_items
 from precompute.partitions.named_filters import passing_filters
+from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sizes import Pages, Shape
 from precompute.planning.spent import timed
 from precompute.planning.trial import SEARCHED, Trial
-from precompute.scoring.users import PARTITION, ShardWork
+from precompute.scoring.users.reading import read_users
+from precompute.scoring.users.work import ShardWork
 
 FEW: Final = 10
 """Items that a page of an application shows, beside all of a list."""
@@ -121,7 +123,7 @@ def _bytes_of(pages: Pages, costs: Mapping[int, float]) -> int:
 def _users(trial: Trial) -> Sampled:
     work = ShardWork.of(trial.build, trial.bundle, 0, trial.scorers)
     with scratch_folder(trial.build.root / PARTITION) as scratch:
-        chunk = work.encode(next(work.read(scratch)))
+        chunk = work.encode(next(read_users(work, scratch)))
     rows = np.flatnonzero(chunk.answered["user_tower"])[:SEARCHED]
     return chunk.outputs["user_tower"][rows], chunk.seen.take(rows)
 

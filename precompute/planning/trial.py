@@ -17,12 +17,16 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions.catalogue import IDS, MODEL_INDEX, OFFSETS, VECTORS, open_items
 from precompute.partitions.partition import partition
+from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sampling import Sample
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Run, Spent, grown, timed
-from precompute.scoring.shard import Scorers, score_items
-from precompute.scoring.users import PARTITION, ShardWork, score_users
+from precompute.scoring.items import score_items
+from precompute.scoring.shard import Scorers
+from precompute.scoring.users.reading import read_users
+from precompute.scoring.users.shard import score_users
+from precompute.scoring.users.work import ShardWork
 from precompute.steps import begin, embed_items
 from precompute.steps.score import SHARDS_AT_ONCE
 from precompute.topk.topk import Scorer
@@ -82,7 +86,7 @@ class Trial:
         """Share of the sample's users that will have records; to be asked first."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION) as scratch:
-            kept = sum(len(chunk.ids) for chunk in work.read(scratch))
+            kept = sum(len(chunk.ids) for chunk in read_users(work, scratch))
         return kept / max(1, work.counts["entities"])
 
     def users(self, count: int) -> tuple[Spent, Mapping[str, float]]:
@@ -138,7 +142,7 @@ class Trial:
         """The time that all items take over that of a random half of them, for some users."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION) as scratch:
-            chunk = work.encode(next(work.read(scratch)))
+            chunk = work.encode(next(read_users(work, scratch)))
         users, vectors = chunk.outputs["user_tower"][:SEARCHED], np.asarray(work.items.vectors)
         some = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]
         spent = []

@@ -11,11 +11,28 @@ from cache.format.item_table import ItemTable
 from cache.model.input_sample import USERS_MAX, probe_part
 from cache.model.ranking import Metric
 from precompute.builds.build import Build, fetch_partition
-from precompute.bundles.bundle import BundleModel
-from precompute.partitions.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.partitions.shard_files import (
+    HASH,
+    PARTITION,
+    kinds_in,
+    naming,
+    read_batches,
+    shard_paths,
+)
+from precompute.partitions.shard_input import (
+    ShardInput,
+    read_shard,
+    scratch_folder,
+    slice_shard,
+    users_alone,
+)
+from precompute.reuse.base import Base
+from precompute.reuse.regrouping import ROWS, is_regrouped_alike
 from precompute.scoring.drawn_histories import with_drawn_histories
-from precompute.scoring.inputs import usable_inputs
-from precompute.scoring.users import PARTITION
+from precompute.scoring.inputs import bind, usable_inputs
+from precompute.scoring.shard import item_inputs, open_item_features
+from precompute.scoring.towers import open_tower
 
 SEED = 0
 """Seed of histories that are drawn; the gates draw others."""
@@ -105,3 +122,41 @@ def probe_inputs(
     if sample is None:
         raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
     return sample, parts
+
+
+def regrouped_alike(
+    made: Build, base: Base, bundle: Bundle, items: ItemTable, device: str | None
+) -> dict[str, bool]:
+    """By model: that its rows have the same bits beside any others, tried on real inputs where it will run.
+
+    Nothing is copied of one that has not, nor of one that nobody has the inputs for.
+    """
+    users, found = _some_users(made), {}
+    for model in bundle.models:
+        if base.model_digest(model.name) != model.digest:
+            continue
+        tower = open_tower(made, model, device)
+        if model.entity == "item":
+            features = open_item_features(made, model.spec, items.count)
+            rows = np.flatnonzero(features.of(np.arange(min(ROWS, items.count)))[1])
+            inputs, _ = item_inputs(model.spec, items, features, rows)
+        else:
+            rows, histories, columns = usable_inputs(items, users, {model.name: model.spec})
+            given = {name: each[rows] for name, each in columns[model.name].items()}
+            inputs = bind(model.spec, histories=histories.take(rows), features=given)
+        found[model.name] = bool(len(rows)) and is_regrouped_alike(tower.run, inputs)
+    return found
+
+
+def _some_users(made: Build) -> ShardInput:
+    """Some users of the first shard, those that its files name first."""
+    fetch_partition(made, 0)
+    folder, shard = made.root / PARTITION, 0
+    with scratch_folder(folder) as scratch:
+        hashes = [np.empty(0, np.uint64)]
+        for path in shard_paths(folder, shard, naming(kinds_in(folder, shard))):
+            for batch in read_batches(path, fields=[0, 1]):
+                hashes.append(np.asarray(batch.column(HASH))[:ROWS])
+                break
+        alone = users_alone(folder, shard, np.unique(np.concatenate(hashes)), scratch)
+        return read_shard(alone, shard, history_limit=made.config.history_limit)

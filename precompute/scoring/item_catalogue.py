@@ -12,9 +12,12 @@ from cache.format.item_table import ItemTable
 from cache.model.tower import Tower
 from cache.process.host import usable_cores
 from precompute.bundles.bundle import Bundle
+from precompute.config.devices import device_of
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
 from precompute.partitions.item_features import ItemFeatures, write_item_features
+from precompute.reuse.base import Base
+from precompute.reuse.items import KeptVectors, write_item_digests
 from precompute.scoring.encoding import finite_rows
 from precompute.scoring.shard import embed_catalogue
 from precompute.sources.unusable import NOT_FINITE, Unusable
@@ -27,16 +30,18 @@ def lay_out_items(
     *,
     erased: Collection[bytes],
     unusable: Unusable,
+    base: Base | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
 
-    An item whose vector is not finite is left out, and noted as an output of the item tower; raises SourceError where
-    that is every item.
+    Vectors that `base` has are known to be finite. An item whose vector is not is left out, and noted as an output of
+    the item tower; raises SourceError where that is every item.
     """
     laid = catalogue.write_catalogue(config, bundle, root, erased=erased, unusable=unusable)
     items = catalogue.open_items(root, laid)
     columns = write_item_features(config, bundle, items, root, unusable=unusable)
-    bad = _not_finite(config, bundle, items, root)
+    write_item_digests(bundle, items, root)
+    bad = _not_finite(config, bundle, items, root, base)
     source = f"outputs of {bundle.item_tower.name}"
     unusable.looked_at(source, items.count)
     if bad.any():
@@ -44,14 +49,18 @@ def lay_out_items(
         unusable.demand_some(source, f"the {source}")
         left_out = catalogue.item_texts(items).filter(pa.array(bad))
         laid = catalogue.write_catalogue(config, bundle, root, erased=erased, left_out=left_out)
-        columns = write_item_features(config, bundle, catalogue.open_items(root, laid), root)
+        items = catalogue.open_items(root, laid)
+        columns = write_item_features(config, bundle, items, root)
+        write_item_digests(bundle, items, root)
     return laid, columns
 
 
 def _not_finite(
-    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path
+    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, base: Base | None
 ) -> NDArray[np.bool_]:
     model, threads = bundle.item_tower, config.threads or usable_cores()
+    kept = KeptVectors.of(base, bundle, items, root, device_of(config.device, 0))
     tower = Tower.open(model.path, model.spec, threads=threads)
     features = ItemFeatures.open(root / catalogue.ITEM_FEATURES, model.spec, items.count)
-    return np.concatenate([~finite_rows(each) for each in embed_catalogue(tower, items, features)])
+    found = [~finite_rows(each) for each in embed_catalogue(tower, items, features, kept)]
+    return np.concatenate(found)

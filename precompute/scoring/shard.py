@@ -1,32 +1,27 @@
 """Scoring one shard: entities in hash order go through the towers and the exact top-K into pages."""
 
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
-from cache.model.tower import Histories, Inputs
+from cache.model.tower import Inputs
 from cache.model.tower_spec import TowerSpec
-from precompute.builds.build import Build, cut_of, open_bundle
-from precompute.builds.filtered_items import allowed_items
-from precompute.builds.tables import layout_of, metric_of, scored_tables
+from precompute.builds.build import Build, open_bundle
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, device_of
-from precompute.config.progress import Progress
-from precompute.partitions.catalogue import ITEM_FEATURES, VECTORS, open_items
+from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.item_features import ItemFeatures
-from precompute.scoring.encoding import Answers, encode, finite_rows
+from precompute.reuse.base import Base
+from precompute.reuse.items import KeptVectors
 from precompute.scoring.inputs import bind
-from precompute.scoring.tables import PageFile, sums_path
+from precompute.scoring.tables import sums_path
 from precompute.scoring.towers import AnyTower, open_tower
-from precompute.sources.unusable import NOT_FINITE, UNFIT, Unusable
 from precompute.topk.topk import AnyScorer, Scorer
 
 CHUNK = 16_384
@@ -34,11 +29,18 @@ CHUNK = 16_384
 
 
 def embed_catalogue(
-    tower: AnyTower, items: ItemTable, features: ItemFeatures
+    tower: AnyTower, items: ItemTable, features: ItemFeatures, kept: KeptVectors | None = None
 ) -> Iterator[NDArray[np.float32]]:
-    """Vectors of all items in ordinal order, float32 [some, dims] at a time."""
-    for rows in _chunks(np.arange(items.count)):
-        yield tower.run(_item_inputs(tower.spec, items, rows, features.of(rows)[0]))
+    """Vectors of all items in ordinal order, float32 [some, dims] at a time; those that are `kept` are copied."""
+    for rows in item_chunks(np.arange(items.count)):
+        if kept is None:
+            yield tower.run(item_inputs(tower.spec, items, features, rows)[0])
+            continue
+        places = kept.places[rows]
+        found = np.asarray(kept.vectors[places])
+        if len(others := np.flatnonzero(places < 0)):
+            found[others] = tower.run(item_inputs(tower.spec, items, features, rows[others])[0])
+        yield found
 
 
 def open_item_features(build: Build, spec: TowerSpec, count: int) -> ItemFeatures:
@@ -89,6 +91,7 @@ class Scorers:
         self._device = device
         self._places: dict[str | None, Place] = {}
         self._bundle: Bundle | None = None
+        self._bases: list[Base | None] = []
         self._opening = threading.Lock()
 
     def bundle(self, build: Build) -> Bundle:
@@ -98,88 +101,25 @@ class Scorers:
                 self._bundle = open_bundle(build)
             return self._bundle
 
+    def base(self, build: Build) -> Base | None:
+        """The base that `begin` chose for the one build, opened when first wanted."""
+        with self._opening:
+            if not self._bases:
+                self._bases.append(Base.open(build.config, build.need("begin")))
+            return self._bases[0]
+
     def at(self, shard: int) -> Place:
         """The place of one shard, always the same."""
         device = device_of(self._device, shard)
         return self._places.setdefault(device, Place(device))
 
 
-def score_items(
-    build: Build,
-    bundle: Bundle,
-    shard: int,
-    scorers: Scorers,
-    progress: Progress,
-    *,
-    limit: int | None = None,
-) -> dict[str, Any]:
-    """All item tables of one shard's hash range, or of its first `limit` items; returns the shard's report."""
-    begun = build.need("begin")
-    build.fetch(VECTORS)
-    config, items = build.config, open_items(build.root, begun, dims=bundle.dims)
-    place, unusable = scorers.at(shard), Unusable()
-    start, end = begun["bounds"][shard], begun["bounds"][shard + 1]
-    end = end if limit is None else min(end, start + limit)
-    at, started = cut_of(build.generation), time.perf_counter()
-    found = {}
-    tables, allowed = scored_tables(config, bundle, "item"), allowed_items(build)
-    models = {
-        name: bundle.values[str(table.value)]
-        for name, table in tables.items()
-        if table.kind == "value"
-    }
-    towers = {name: place.tower(build, model) for name, model in models.items()}
-    features = {
-        name: open_item_features(build, model.spec, items.count) for name, model in models.items()
-    }
-    for name, table in tables.items():
-        layout, file = layout_of(bundle, table), f"tables/{name}/{shard:04d}.pages"
-        with PageFile(build.path(file), layout, config.page_bytes) as pages:
-            for rows in _chunks(np.arange(start, end)):
-                ids = [items.raw_id(row) for row in rows.tolist()]
-                marks, has_answer = fingerprints(ids), np.ones(len(rows), np.bool_)
-                vectors = np.asarray(items.vectors[rows])
-                answers: Answers = vectors
-                if table.kind == "item_similar":
-                    itself = Histories(np.arange(len(rows) + 1), rows)
-                    with place.turn:
-                        scorer = place.of(items, metric_of(bundle, table))
-                        answers = scorer.top(
-                            vectors, table.k, itself, allowed=allowed.get(name),
-                            threads=config.threads or None,
-                        )  # fmt: skip
-                elif table.kind == "value":
-                    values, usable = features[name].of(rows)
-                    answers = towers[name].run(_item_inputs(models[name].spec, items, rows, values))
-                    is_finite = finite_rows(answers)
-                    has_answer = usable & is_finite
-                    bad = usable & ~is_finite
-                    _note(unusable, f"outputs of {models[name].name}", NOT_FINITE, ids, bad)
-                records, bad = encode(layout, marks, answers, has_answer, at)
-                _note(unusable, f"records of {name}", UNFIT, ids, bad)
-                pages.append(records)
-                progress(f"{name} shard {shard}", int(rows[-1]) + 1 - start, end - start)
-        found[name] = described(build, file, end - start)
-    return {
-        "scored": end - start,
-        "seconds": {"all": time.perf_counter() - started},
-        "tables": found,
-        "unusable": unusable.to_json(),
-    }
-
-
-def _item_inputs(
-    spec: TowerSpec, items: ItemTable, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]
-) -> Inputs:
-    return bind(spec, features=values, index=items.to_model(Ordinals(rows)))
-
-
-def _note(
-    unusable: Unusable, what: str, why: str, ids: list[bytes], bad: NDArray[np.bool_]
-) -> None:
-    unusable.looked_at(what, len(ids))
-    if bad.any():
-        unusable.note_rows(what, {why: bad}, lambda row: {"item": ids[row].decode()})
+def item_inputs(
+    spec: TowerSpec, items: ItemTable, features: ItemFeatures, rows: NDArray[np.int64]
+) -> tuple[Inputs, NDArray[np.bool_]]:
+    """(inputs of some items for a model of items, which of them have all)."""
+    values, usable = features.of(rows)
+    return bind(spec, features=values, index=items.to_model(Ordinals(rows))), usable
 
 
 def described(build: Build, file: str, count: int) -> dict[str, Any]:
@@ -192,6 +132,7 @@ def described(build: Build, file: str, count: int) -> dict[str, Any]:
     }
 
 
-def _chunks(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+def item_chunks(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Pieces of rows that are scored at once."""
     for start in range(0, len(rows), CHUNK):
         yield rows[start : start + CHUNK]

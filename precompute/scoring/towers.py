@@ -73,7 +73,7 @@ class ProgramTower:
         out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
         try:
             for rows, feed in self._tower.batches(inputs):
-                out[rows] = self._program.run([feed[name] for name in self._names])
+                out[rows] = self._program.run([feed[name] for name in self._names])[: len(rows)]
         except MemoryError as error:
             _log.warning("%s: %s; ONNX Runtime goes on", self._name, error)
             return self._tower.run(inputs)

@@ -59,15 +59,17 @@ def read_interactions(
     before: datetime | None = None,
     late: Callable[[Interactions], None] = lambda _late: None,
     unusable: Unusable | None = None,
+    skip: int = 0,
 ) -> Iterator[Interactions]:
     """Batches of all interaction files; with `before`, only what is strictly older (rows without a time stay).
 
-    `late` is handed what is not. Rows of weight 0 or less are not interactions and are left out; so are, noted in
-    `unusable`, rows that say nothing. Raises SourceError naming file and column, or where no row can be used.
+    The first `skip` files, or all, are left out. `late` is handed what is not older. Rows of weight 0 or less are not
+    interactions and are left out; so are, noted in `unusable`, rows that say nothing. Raises SourceError naming file
+    and column, or where no row can be used.
     """
     cut = None if before is None else int(before.timestamp() * MICROSECONDS)
     unusable = Unusable() if unusable is None else unusable
-    paths = source_files(sources.interactions, base)
+    paths = source_files(sources.interactions, base)[skip:]
     for path in paths:
         with _reading(path):
             for columns in _batches(path, sources, unusable):
@@ -77,7 +79,8 @@ def read_interactions(
                     yield batch.only(~newer)
                 else:
                     yield batch
-    unusable.demand_some(INTERACTIONS, ", ".join(path.name for path in paths[:3]))
+    if not skip:
+        unusable.demand_some(INTERACTIONS, ", ".join(path.name for path in paths[:3]))
 
 
 def _batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:

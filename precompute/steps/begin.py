@@ -1,26 +1,20 @@
 """A night's beginning: the generation named, its inputs pinned, its catalogue and partition laid out."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from typing import Any
 
-from cache.errors import (
-    ConfigError,
-    Conflict,
-    Refused,
-    SourceError,
-    StoreError,
-)
+from cache.errors import ConfigError, Conflict
 from cache.format.manifest import CUT_CHARS, MANIFEST_FORMAT
 from cache.formats import MANIFEST
-from cache.store.artefacts import generation_path, take_file
+from cache.store.artefacts import generation_path, write_atomically
 from precompute.builds.build import CUT_FORMAT, Build, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
 from precompute.builds.night import Night, StepRow
+from precompute.builds.pinning import pin_bundle, unchanged_sources
 from precompute.builds.seal import WRITERS, manifest_format
 from precompute.builds.sweeping import sweep
 from precompute.builds.vector_bundle import vector_bundle
@@ -34,13 +28,17 @@ from precompute.control.states import State, demand
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.erasures.host_records import note_left_out
 from precompute.partitions import catalogue
+from precompute.partitions.earlier import POPULARITY, UNKNOWN
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.item_attributes import paths_of, write_item_attributes
 from precompute.partitions.named_filters import named_filters, passing_filters
-from precompute.partitions.partition import partition
-from precompute.partitions.shard_files import kinds_of
+from precompute.partitions.partition import Partitioned, partition
+from precompute.partitions.shard_files import TOUCHED
 from precompute.releases.registry import open_releases
 from precompute.releases.release_log import ReleaseLog
+from precompute.reuse.base import Base, choose_base, settings_digest
+from precompute.reuse.inputs import earlier_partition, partition_files
+from precompute.reuse.items import digests_files
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import shares, write_defaults, write_facets
 from precompute.scoring.inputs import demand_feature_types
@@ -172,6 +170,7 @@ def _begin(
             if state is None:
                 releases.note(generation, State.BEGUN)
             sweep(config, releases, attempt=generation, making=generation)
+            base, why = choose_base(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
         if Erased.of(all_erasures(store)) == erased:
             break
@@ -180,9 +179,9 @@ def _begin(
     if build.read_report("begin") is None:
         note_left_out(store, generation, erased.numbers)
         record_copies(store, generation)
-        _prepare(build, bundle, cut=until, erased=erased, sources_digest=sources_digest, facts={
+        _prepare(build, bundle, base, why, cut=until, erased=erased, sources_digest=sources_digest, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
-            "erased": list(erased.numbers),
+            "erased": list(erased.numbers), "settings": settings_digest(config), "cut": until,
         }, progress=progress)  # fmt: skip
     return {**found, "already_live": False}
 
@@ -190,6 +189,8 @@ def _begin(
 def _prepare(
     build: Build,
     bundle: Bundle,
+    base: Base | None,
+    why: str,
     *,
     cut: str | None,
     erased: Erased,
@@ -202,8 +203,8 @@ def _prepare(
         each for model in bundle.models if model.entity == "user" for each in model.spec.features
     ]
     unusable = Unusable(erased.users | erased.items)
-    with _unchanged_sources(build, sources_digest), ThreadPoolExecutor(1, "bundle") as beside:
-        pinning = beside.submit(_pin_bundle, build, bundle)
+    with unchanged_sources(build, sources_digest), ThreadPoolExecutor(1, "bundle") as beside:
+        pinning = beside.submit(pin_bundle, build, bundle)
 
         def told(rows: int) -> None:
             if pinning.done():
@@ -211,11 +212,16 @@ def _prepare(
             progress("read interactions", rows, 0)
 
         laid, item_columns = lay_out_items(
-            config, bundle, build.root, erased=erased.items, unusable=unusable
+            config, bundle, build.root, erased=erased.items, unusable=unusable, base=base
         )
         items = catalogue.open_items(build.root, laid)
         attributes = write_item_attributes(config, items, build.root, unusable=unusable)
         passing_filters(config, build.root, attributes, items.count)
+        earlier, all_read = None, why
+        if base is not None:
+            earlier, all_read = earlier_partition(
+                base, config, bundle, items, facts["inputs"], cut=cut, erased=erased
+            )
         seen = partition(
             config,
             items,
@@ -227,74 +233,57 @@ def _prepare(
             late=holdout.add,
             restart=holdout.restart,
             erased=erased,
+            earlier=earlier,
         )
         pinned = pinning.result()
     if not seen.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     counts_clicks = bool(config.sources.interactions)  # else `embed_items` makes the defaults
     if counts_clicks:
-        popular = partial(catalogue.popular, items, seen.popularity)
+        popular = partial(catalogue.popular, items, seen.counted.popularity)
         write_defaults(build, bundle, lambda table: popular(table.k))
-        facts = facts | write_facets(build, attributes, items, shares(seen.popularity))
+        facts = facts | write_facets(build, attributes, items, shares(seen.counted.popularity))
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
-    kinds = kinds_of(facts)
+    kept = [
+        *_write_counts(build, seen),
+        *digests_files(bundle),
+        *partition_files(facts, config.shards),
+    ]
+    touched = [f"work/partition/{shard:04d}.{TOUCHED}" for shard in range(config.shards)]
     files = [
         catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX,
         *([DEFAULTS] if counts_clicks else []),
         *sorted({name for model in bundle.models for _, name, _ in model.files}),
         *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
-        *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in kinds),
+        *kept,
+        *(touched if seen.took_over else []),
         *([item_columns] if item_columns else []),
         *paths_of(attributes),
         holdout.write(build.root),
         *(f"bundle/{name}" for name in pinned),
     ]  # fmt: skip
     build.finish(*files)
+    counted = seen.counted
     build.report("begin", {
         **facts, **laid,
         "bundle_files": pinned,
-        "user_seed": seen.seed, "users": seen.users, "interactions": seen.interactions,
-        "unknown_items": seen.unknown_items, "attributes": attributes,
-        "unusable": merged([unusable.to_json(), seen.unusable.to_json()]),
+        "user_seed": seen.seed, "users": seen.users, "interactions": counted.interactions,
+        "unknown_items": counted.unknown_items, "late": counted.late, "attributes": attributes,
+        "unusable": merged([unusable.to_json(), seen.unusable]),
+        "base": {
+            "generation": base and base.generation, "has_lists": base is not None and base.has_lists,
+            "why": why, "took_over": seen.took_over, "read_because": all_read,
+        },
+        "kept": {
+            each.path: {"size_bytes": each.size_bytes, "sha256": each.sha256}
+            for each in map(build.describe, kept)
+        },
         "seconds": time.perf_counter() - started,
     })  # fmt: skip
 
 
-@contextmanager
-def _unchanged_sources(build: Build, digest: str) -> Iterator[None]:
-    """Raises StoreError if the sources became others meanwhile, whatever their reader made of it."""
-    broken: SourceError | Refused | None = None
-    try:
-        yield
-    except (SourceError, Refused) as error:  # what is being written over reads like damage
-        broken = error
-    try:
-        is_same = pin(all_files(build.config))[0] == digest
-    except (SourceError, OSError):
-        is_same = False
-    if not is_same:
-        raise StoreError(
-            f"the source files changed while {build.generation} read them; run the night again"
-        ) from broken
-    if broken is not None:
-        raise broken
-
-
-def _pin_bundle(build: Build, bundle: Bundle) -> list[str]:
-    """The copied bundle, once tried, becomes part of the generation, its models also by their own names.
-
-    Returns its files, sorted; raises BundleError for a model that is not what the bundle says.
-    """
-    for model in bundle.models:
-        for source, name, _ in model.files:
-            take_file(source, build.path(name))
-    # From where all other steps open them: what does not open there fails here, not hours later.
-    bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
-    names = sorted(
-        path.relative_to(bundle.path).as_posix()
-        for path in bundle.path.rglob("*")
-        if path.is_file()
-    )
-    for name in names:
-        take_file(bundle.path / name, build.path(f"bundle/{name}"))
-    return names
+def _write_counts(build: Build, seen: Partitioned) -> list[str]:
+    """Counts of interactions by item, and which unknown ones there were, for a night that takes this one over."""
+    write_atomically(build.path(POPULARITY), seen.counted.popularity.astype("<i8").tobytes())
+    write_atomically(build.path(UNKNOWN), seen.counted.unknown.astype("<u8").tobytes())
+    return [POPULARITY, UNKNOWN]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.errors import Refused
+from cache.errors import CorruptArtefact, Refused, UnknownGeneration
 from cache.format.item_table import ItemTable
 from precompute.builds.build import Build, fetch_items, open_bundle
 from precompute.builds.copies import on_this_host
@@ -19,6 +19,9 @@ from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
 from precompute.partitions.item_attributes import paths_of
+from precompute.reuse.base import Base
+from precompute.reuse.computed_by import computed_by
+from precompute.reuse.items import KeptVectors, digests_files, write_changes
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import (
     favourites_of,
@@ -26,7 +29,7 @@ from precompute.scoring.defaults import (
     write_defaults,
     write_facets,
 )
-from precompute.scoring.input_samples import given_vectors
+from precompute.scoring.input_samples import given_vectors, regrouped_alike
 from precompute.scoring.shard import embed_catalogue, open_item_features
 from precompute.scoring.tables import GrowingFile
 from precompute.scoring.towers import open_tower
@@ -45,11 +48,18 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
     fetch_items(made)
     items, model = catalogue.open_items(made.root, begun), bundle.item_tower
-    tower = open_tower(made, model, device_of(config.device, 0))
+    device, base = device_of(config.device, 0), Base.open(config, begun)
+    tower = open_tower(made, model, device)
     features = open_item_features(made, model.spec, items.count)
+    regrouped = {} if base is None else regrouped_alike(made, base, bundle, items, device)
+    kept = None
+    if regrouped.get(model.name):
+        for name in digests_files(bundle):
+            made.fetch(name)
+        kept = KeptVectors.of(base, bundle, items, made.root, device)
     with GrowingFile(made.path(catalogue.VECTORS)) as file:
         written = 0
-        for vectors in embed_catalogue(tower, items, features):
+        for vectors in embed_catalogue(tower, items, features, kept):
             if not (finite := np.isfinite(vectors).all(axis=1)).all():
                 item = items.id_of(written + int(finite.argmin()))
                 raise Refused(
@@ -61,15 +71,31 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
             written += len(vectors)
             progress("embed items", written, items.count)
     made.finish(catalogue.VECTORS)
+    changes = _write_changes(made, base, catalogue.open_items(made.root, begun, dims=bundle.dims))
     facets: Step = {}
     if not config.sources.interactions:
         facets = _write_defaults(
             made, bundle, catalogue.open_items(made.root, begun, dims=bundle.dims)
         )
     seconds = time.perf_counter() - started
-    report = {"items": items.count, "dims": bundle.dims, "seconds": seconds, **facets}
+    report = {
+        "items": items.count, "dims": bundle.dims, "seconds": seconds, **facets,
+        "computed_by": computed_by(device), "regrouped": regrouped, "changes": changes,
+        "copied": 0 if kept is None else int((kept.places >= 0).sum()),
+    }  # fmt: skip
     made.report("embed_items", report)
     return report
+
+
+def _write_changes(made: Build, base: Base | None, items: ItemTable) -> bool:
+    """Writes how the items differ from the base's; False where there is none to compare with, or it is damaged."""
+    if base is None or base.manifest.items.dims != items.vectors.shape[1]:
+        return False
+    try:
+        made.finish(*write_changes(base, made, items))
+    except (CorruptArtefact, UnknownGeneration):
+        return False
+    return True
 
 
 def _write_defaults(made: Build, bundle: Bundle, items: ItemTable) -> Step:

@@ -14,8 +14,11 @@ from precompute.bulk.headroom import writes_files
 from precompute.config.devices import devices, least_busy
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.scoring.shard import Scorers, score_items
-from precompute.scoring.users import score_users
+from precompute.reuse.computed_by import computed_by
+from precompute.reuse.kept_shard import reasons_file
+from precompute.scoring.items import score_items
+from precompute.scoring.shard import Scorers
+from precompute.scoring.users.shard import score_users
 
 SHARDS_AT_ONCE = 2
 """Shards under way for each GPU: one compared with the items, one read, encoded or written meanwhile."""
@@ -45,16 +48,20 @@ def run_shard(
                 device = taken.enter_context(least_busy(config.device, shard))
                 scorers = Scorers(device or config.device)
             bundle = scorers.bundle(made)
-            users = score_users(made, bundle, shard, scorers, progress)
-            items = score_items(made, bundle, shard, scorers, progress)
+            base = scorers.base(made)
+            users = score_users(made, bundle, shard, scorers, progress, base)
+            items = score_items(made, bundle, shard, scorers, progress, base=base)
         described = [*users["tables"].values(), *items["tables"].values()]
         made.finish(
             users["directory"]["path"],
+            users["inputs"]["path"],
+            *([] if users["reasons"] is None else [reasons_file(shard)]),
             *(each["path"] for each in users["seen"]),
             *(each[kind]["path"] for each in described for kind in ("file", "sums")),
         )
         report = {
             "shard": shard, "users": users, "items": items,
+            "computed_by": computed_by(scorers.at(shard).device),
             "began_at": began_at, "ended_at": time.time(),
         }  # fmt: skip
         made.report(shard_report(shard), report)

@@ -219,7 +219,7 @@ def _candidate(
         made.config.gates, made.config.history_limit, live_root, pages_bytes,
         erased_from(made), made.config.governor,
         unreadable=live if before is None else None, keep=made.config.keep,
-        arms=arms,
+        arms=arms, build=made,
     )  # fmt: skip
     return candidate, live is not None and before is None
 

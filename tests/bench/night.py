@@ -34,7 +34,8 @@ from precompute.config.settings import NightConfig, ReferenceConfig, Sources, Ta
 from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from precompute.scoring.shard import Scorers
-from precompute.scoring.users import ShardWork
+from precompute.scoring.users.reading import read_users
+from precompute.scoring.users.work import ShardWork
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
 from tests.bench.tools.harness import Promise, Ratio, Report, alternate, parse
 from tests.bench.tools.topk_cases import NO_DATA, Case, real_case, real_file
@@ -130,7 +131,9 @@ def kernel_run(night: Night) -> tuple[int, Callable[[], float]]:
         ShardWork.of(build, open_bundle(build), shard, Scorers())
         for shard in range(night.config.shards)
     ]
-    chunks = [each.encode(chunk) for each in work for chunk in each.read(build.root / "scratch")]
+    chunks = [
+        each.encode(chunk) for each in work for chunk in read_users(each, build.root / "scratch")
+    ]
     users = np.concatenate([each.outputs["user_tower"] for each in chunks])
     lengths = np.concatenate([np.diff(each.seen.indptr) for each in chunks])
     seen = Histories(

@@ -26,9 +26,12 @@ SELDOM = {
     "flights forget the input",
     "previous is whatever arrives last",
     "the breaker never closes",
+    "an older blocklist is taken",
     "an older epoch is followed",
+    "nobody says that redis is gone",
     "ready answers outlive their snapshot",
     "recent names are read by a thread",
+    "what is degraded stays so",
     "who leaves takes the flight along",
 }
 """Mistakes that take more than a few seconds to show."""

@@ -23,7 +23,8 @@ ROOMS = (
     "precompute.config", "precompute.control", "precompute.sources", "precompute.bulk", "precompute.bundles",
     "precompute.erasures", "precompute.releases", "precompute.experiments", "precompute.partitions", "precompute.topk",
     "precompute.reference", "precompute.adapters", "precompute.device",
-    "precompute.builds", "precompute.scoring", "precompute.erasing", "precompute.gates.evidence",
+    "precompute.builds", "precompute.reuse", "precompute.scoring", "precompute.scoring.users", "precompute.erasing",
+    "precompute.gates.evidence",
     "precompute.gates.rules",
     "precompute.gates", "precompute.steps", "precompute.operations", "precompute.canary",
     "precompute.planning",
@@ -106,7 +107,7 @@ def test_imports_only_go_down(module: str) -> None:
         ("serving.fast_http.connection", "serving.fast_lookup.dispatcher", True),
         ("serving.app", "serving.fast_lookup.dispatcher", False),
         ("serving.bootstrap", "serving.fast_http.connection", True),
-        ("precompute.scoring.users", "precompute.steps.begin", True),
+        ("precompute.scoring.shard", "precompute.steps.begin", True),
     ],
 )
 def test_a_planted_import_is_noticed(module: str, imported: str, *, expected: bool) -> None:

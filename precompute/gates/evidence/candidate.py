@@ -6,6 +6,7 @@ from typing import cast
 
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
+from precompute.builds.build import Build
 from precompute.config.settings import GateThresholds, GovernorConfig
 from precompute.control.control_keys import Control
 from precompute.erasures.erasure import NOBODY, Erased
@@ -21,7 +22,8 @@ class Candidate:
     `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
     may hold, `erased` what this night left out because it had to, `governor` how reading pages back spares readers
     (None: not at all), `unreadable` the live generation whose manifest cannot be read, `keep` how many superseded ones
-    sweeps leave, `arms` what those of experiments take beside it. `evidence` is gathered once for all gates.
+    sweeps leave, `arms` what those of experiments take beside it, `build` the build
+    that it was made by. `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest
@@ -39,6 +41,7 @@ class Candidate:
     unreadable: str | None = None
     keep: int = 1
     arms: tuple[ArmRoom, ...] = ()
+    build: Build | None = None
 
     def __post_init__(self) -> None:
         if self.given is None:

@@ -21,7 +21,7 @@ from tests.integration.nights import UNTIL, prepare
 SHARD = 1
 DEEDS = {
     "score": {
-        "precompute.scoring.users.score_users": "one shard's users, by stages that work side by side",
+        "precompute.scoring.users.shard.score_users": "one shard's users, by stages that work side by side",
         "precompute.partitions.shard_input.read_shard": "its users are read from their partition",
         "cache.model.tower.Tower.run": "the tower makes vectors of them",
         "precompute.topk.topk.Scorer.top": "each is compared with all items",

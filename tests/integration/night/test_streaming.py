@@ -13,12 +13,21 @@ import pytest
 from cache.store.artefacts import generation_path
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import read_shard
-from precompute.scoring import input_samples, users
+from precompute.scoring import input_samples
 from precompute.scoring.shard import Scorers
+from precompute.scoring.users import shard as users_of_a_shard
+from precompute.scoring.users.work import ShardWork
 from precompute.steps import begin, embed_items, index, quantize, score
 from tests.integration.nights import UNTIL, prepare
 
 SHARDS = 2
+STAGES: dict[str, tuple[Any, str]] = {
+    "read": (users_of_a_shard, "read_users"),
+    "encode": (ShardWork, "encode"),
+    "score": (ShardWork, "score"),
+    "write": (users_of_a_shard, "write"),
+}
+"""Where each stage of a shard is called by its name."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +80,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
 ) -> None:
     config = elsewhere(prepared, tmp_path)
     build = begun(config)
-    monkeypatch.setattr("precompute.scoring.users.CHUNK_USERS", chunk)
+    monkeypatch.setattr("precompute.scoring.users.work.CHUNK_USERS", chunk)
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", rows)
     told: list[tuple[str, int, int]] = []
     scorers = Scorers()
@@ -90,7 +99,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
     assert not list(Path(config.artifacts).rglob(".*.part"))
 
 
-@pytest.mark.parametrize("stage", ["read", "encode", "score", "write"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
     prepared: NightConfig,
     whole: dict[str, bytes],
@@ -102,7 +111,8 @@ def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
     build = begun(config)
     threads = threading.active_count()
     calls = 0
-    works = getattr(users.ShardWork, stage)
+    holder, name = STAGES[stage]
+    works = getattr(holder, name)
 
     def second_fails(*arguments: Any) -> Any:
         nonlocal calls
@@ -116,8 +126,8 @@ def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
         raise ConnectionError("read failed")
 
     with monkeypatch.context() as broken:
-        broken.setattr("precompute.scoring.users.CHUNK_USERS", 9)
-        broken.setattr(users.ShardWork, stage, reading_fails if stage == "read" else second_fails)
+        broken.setattr("precompute.scoring.users.work.CHUNK_USERS", 9)
+        broken.setattr(holder, name, reading_fails if stage == "read" else second_fails)
         with pytest.raises(ConnectionError, match=f"{stage} failed"):
             score.run_shard(config, build, 0)
     assert threading.active_count() == threads
@@ -134,7 +144,7 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
 ) -> None:
     config = elsewhere(prepared, tmp_path)
     build = begun(config)
-    monkeypatch.setattr("precompute.scoring.users.CHUNK_USERS", 9)
+    monkeypatch.setattr("precompute.scoring.users.work.CHUNK_USERS", 9)
     telling = threading.Lock()
     told: list[tuple[str, int, int]] = []
 
@@ -175,7 +185,7 @@ def test_a_shard_that_fails_ends_those_beside_it_and_what_was_done_is_found_agai
             raise error
 
     with monkeypatch.context() as small:
-        small.setattr("precompute.scoring.users.CHUNK_USERS", 9)
+        small.setattr("precompute.scoring.users.work.CHUNK_USERS", 9)
         with pytest.raises(error):
             score.run(config, build, [0, 1, 1], progress=progress)
     assert threading.active_count() == threads and told == 3

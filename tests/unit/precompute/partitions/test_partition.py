@@ -30,6 +30,7 @@ from precompute.partitions.partition import partition, sort_unique
 from precompute.partitions.shard_files import (
     HASH,
     KINDS,
+    PARTITION,
     ShardFiles,
     first_hash,
     naming,
@@ -45,7 +46,6 @@ from precompute.partitions.shard_input import (
 from precompute.scoring import input_samples
 from precompute.scoring.inputs import usable_inputs
 from precompute.scoring.tables import PageFile
-from precompute.scoring.users import PARTITION
 from precompute.sources.features import read_values
 from precompute.sources.readers import read_interactions
 
@@ -112,8 +112,8 @@ def test_every_user_lands_in_one_shard_with_known_items_once_and_in_order(config
     for user, history in found.items():
         times = [wanted[user][item] for item in history]
         assert set(history) == set(wanted[user]) and times == sorted(times)
-    assert seen.users == len(USERS) and seen.interactions == 300
-    assert seen.unknown_items + int(seen.popularity.sum()) == 300
+    assert seen.users == len(USERS) and seen.counted.interactions == 300
+    assert seen.counted.unknown_items + int(seen.counted.popularity.sum()) == 300
 
 
 def test_two_ids_with_one_hash_lead_to_the_next_seed(config, tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.model.tower import Histories
+from precompute.reuse.copied import Copied
 from precompute.sources.unusable import Case
 from precompute.topk.flat import Top
 
@@ -23,9 +24,11 @@ class Chunk:
     usable: Mapping[str, NDArray[np.bool_]]
     """Users with every input of each model; the others get no answer of it."""
     seen: Histories
-    entities: int
+    copied: Copied
+    """Places of these users among all of their hash range, and of those whose records are copied."""
+    entities: int = 0
     """Entities of the shard up to the end of this chunk, those without input included."""
-    total: int
+    total: int = 0
     """Entities of the shard: exact with its last slice, estimated before."""
     vectors: NDArray[np.float32] | None = None
     """[users, dims]: vectors that the night was given, a row of NaN for who brings none."""
@@ -38,6 +41,23 @@ class Chunk:
     def case(self, row: int) -> Case:
         """Name of a user as a report gives it."""
         return {"user": self.ids[row].decode()}
+
+    def stay(self, which: NDArray[np.bool_]) -> None:
+        """Lets the users of a mask go, whose records are copied after all."""
+        left = np.flatnonzero(~which)
+        self.copied.stay(which)
+        self.ids = [self.ids[row] for row in left.tolist()]
+        self.hashes, self.marks = self.hashes[left], self.marks[left]
+        self.histories, self.seen = self.histories.take(left), self.seen.take(left)
+        self.usable = {name: each[left] for name, each in self.usable.items()}
+        self.features = {
+            model: {name: each[left] for name, each in columns.items()}
+            for model, columns in self.features.items()
+        }
+        self.outputs = {name: each[left] for name, each in self.outputs.items()}
+        self.answered = {name: each[left] for name, each in self.answered.items()}
+        if self.vectors is not None:
+            self.vectors = self.vectors[left]
 
     def use_vectors(self) -> None:
         """Puts the vectors that the night was given in the place of the user tower's outputs."""

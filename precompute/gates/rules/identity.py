@@ -1,0 +1,91 @@
+"""Gate on records that were copied: computed again in full, by the night's own code, they have the same bytes."""
+
+from collections.abc import Iterator
+from typing import Final
+from zlib import crc32
+
+import numpy as np
+
+from cache.format.directory import map_file
+from precompute.builds.build import Build, open_bundle, shard_report
+from precompute.builds.reuse_fact import INPUTS
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.gate import integrity
+from precompute.gates.evidence.user_sample import sampled_shards
+from precompute.gates.evidence.verdict import Measured
+from precompute.partitions.shard_files import PARTITION
+from precompute.partitions.shard_input import scratch_folder
+from precompute.reuse.kept_shard import reasons_file
+from precompute.scoring.items import ItemWork
+from precompute.scoring.shard import Scorers
+from precompute.scoring.users.again import users_again
+from precompute.scoring.users.work import ShardWork
+
+USERS: Final = 512
+"""Users with copied records that are computed again, over all shards that gates read."""
+ITEMS: Final = 256
+"""Items that are computed again, likewise."""
+
+
+@integrity("identity")
+def identity(candidate: Candidate) -> Measured:
+    """A random sample of the copied records has the bytes that computing them in full gives."""
+    build = candidate.build
+    if build is None or (build.need("begin").get("base") or {}).get("generation") is None:
+        return Measured(True, 0, 0, "nothing was copied")
+    shards = sampled_shards(candidate.manifest.entity_sets["user"])
+    bundle, scorers = open_bundle(build), Scorers(build.config.device)
+    wrong, looked_at, noted = 0, 0, ""
+    for shard in shards:
+        users = ShardWork.of(build, bundle, shard, scorers)
+        items = ItemWork.of(build, bundle, shard, scorers)
+        both = (
+            *_users(candidate, users, -(-USERS // len(shards))),
+            *_items(candidate, items, shard, -(-ITEMS // len(shards))),
+        )
+        for table, who, is_same in both:
+            looked_at += 1
+            wrong += not is_same
+            if not (is_same or noted):
+                noted = f"the record of {who} in {table} is not what computing it gives"
+    return Measured(not wrong, wrong, 0, noted or f"{looked_at:,} records computed again")
+
+
+def _few(candidate: Candidate, shard: int, count: int, most: int) -> np.random.Generator:
+    seed = crc32(f"{candidate.manifest.generation} {shard} {count} {most}".encode())
+    return np.random.default_rng(seed)
+
+
+def _users(candidate: Candidate, work: ShardWork, most: int) -> Iterator[tuple[str, str, bool]]:
+    """(table, user, whether the bytes are the same) for some whose records were copied, or some of them."""
+    build: Build = work.build
+    if build.need(shard_report(work.number))["users"]["reasons"] is None:
+        return
+    rows = np.flatnonzero(map_file(build.fetch(reasons_file(work.number)), "u1") != INPUTS)
+    rng = _few(candidate, work.number, len(rows), most)
+    rows = np.sort(rng.choice(rows, min(most, len(rows)), replace=False))
+    directory = candidate.evidence.directories["user"]
+    first = sum(map(len, directory.parts[: work.number]))
+    hashes = np.asarray(directory.parts[work.number])[rows]
+    with scratch_folder(build.root / PARTITION) as scratch:
+        again = users_again(work, hashes, scratch)
+    for name in work.tables:
+        stored = candidate.evidence.records_of(candidate.manifest.stored[name], first + rows)
+        for hash_, record in zip(hashes.tolist(), stored, strict=True):
+            found = again.get(hash_, {}).get(name)
+            yield name, f"the user with hash {hash_:016x}", record.tobytes() == found
+
+
+def _items(
+    candidate: Candidate, work: ItemWork, shard: int, most: int
+) -> Iterator[tuple[str, str, bool]]:
+    """(table, item, whether the bytes are the same) for some of the shard's items."""
+    bounds = work.build.need("begin")["bounds"]
+    rows = np.arange(bounds[shard], bounds[shard + 1])
+    rng = _few(candidate, shard, len(rows), most)
+    rows = np.sort(rng.choice(rows, min(most, len(rows)), replace=False))
+    for name in work.tables:
+        stored = candidate.evidence.records_of(candidate.manifest.stored[name], rows)
+        again = work.records(name, rows)
+        for row, ours, theirs in zip(rows.tolist(), again, stored, strict=True):
+            yield name, work.items.id_of(row), ours.tobytes() == theirs.tobytes()

@@ -1,0 +1,67 @@
+"""Partition of an earlier night: its rows are taken over, and only source files that came after them are read."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from precompute.partitions.shard_files import HASH, read_batches, shard_paths
+
+POPULARITY = "work/popularity.i64"
+"""Number of interactions with each item, int64 [items]."""
+UNKNOWN = "work/unknown_items.u64"
+"""Hashes of the item ids that interactions named and the catalogue did not have, sorted uint64."""
+UNKNOWN_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Earlier:
+    """Partition of an earlier night, made of the first `files` source files of interactions.
+
+    `places` int64 [its items] are their ordinals now, -1 for one that is gone, None where all stayed; `gone` are hashes
+    of the ids of those. The counts, and `unusable` by source, are of its rows.
+    """
+
+    folder: Path
+    seed: int
+    files: int
+    places: NDArray[np.int64] | None
+    gone: NDArray[np.uint64]
+    popularity: NDArray[np.int64]
+    unknown: NDArray[np.uint64]
+    interactions: int
+    unknown_items: int
+    unusable: Mapping[str, Any]
+
+    def rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
+        """Batches of a shard's rows as this night numbers the items, with the users who lost one."""
+        (path,) = shard_paths(self.folder, shard, ("rows",))
+        for batch in read_batches(path):
+            if self.places is None:
+                yield batch, np.empty(0, np.uint64)
+                continue
+            ordinals = np.asarray(batch.column("ordinal"))
+            known = ordinals >= 0
+            now = np.where(known, self.places[np.where(known, ordinals, 0)], -1).astype(np.int32)
+            lost = np.asarray(batch.column(HASH))[known & (now < 0)]
+            columns = [batch.column(HASH), pa.array(now), batch.column("time")]
+            yield pa.record_batch(columns, schema=batch.schema), np.unique(lost)
+
+    def batches(self, shard: int, kind: str) -> Iterator[Any]:
+        """Batches of another file of a shard, as they are."""
+        (path,) = shard_paths(self.folder, shard, (kind,))
+        yield from read_batches(path)
+
+    def counted(self, items: int) -> tuple[NDArray[np.int64], int, NDArray[np.uint64]]:
+        """(popularity int64 [items], rows without a known item, ids of unknown items): all as it is now."""
+        if self.places is None:
+            return self.popularity.copy(), self.unknown_items, self.unknown
+        found = np.zeros(items, np.int64)
+        kept = self.places >= 0
+        found[self.places[kept]] = self.popularity[kept]
+        lost = int(self.popularity[~kept].sum())
+        return found, self.unknown_items + lost, np.union1d(self.unknown, self.gone)

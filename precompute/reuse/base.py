@@ -1,0 +1,117 @@
+"""The base of a night: an earlier generation whose records may be copied, and in how far it fits."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from cache.errors import CorruptArtefact, LarderError, StoreError
+from cache.format.manifest import GENERATION, Artefact, Manifest
+from cache.store.artefacts import fetch_checked, generation_path
+from precompute.builds.build import Build
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig
+from precompute.control.states import State
+from precompute.releases.release_log import ReleaseLog
+
+VERIFIED: Final = frozenset({State.VERIFIED, State.LIVE, State.SUPERSEDED, State.ROLLED_BACK})
+"""States of a generation whose gates have passed; one that was rolled back holds what its inputs gave all the same."""
+
+OFF, NONE, SETTINGS, BUNDLE = (
+    "[night] reuse is off",
+    "there is no verified generation to copy from",
+    "other settings than the last nights'",
+    "another bundle than the last nights'",
+)
+
+
+def settings_digest(config: NightConfig) -> str:
+    """Digest of the settings that decide what a generation holds."""
+    return hashlib.sha256(config.semantic()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Base:
+    """A verified generation of the same settings; `has_lists`: also of the same bundle, so all its tables count."""
+
+    build: Build
+    begun: Mapping[str, Any]
+    manifest: Manifest
+    has_lists: bool
+
+    @classmethod
+    def open(cls, config: NightConfig, begun: Mapping[str, Any]) -> Self | None:
+        """The base that `begin` chose, by its report; None where it chose none, or what is left of it does not do."""
+        noted = begun.get("base") or {}
+        generation = noted.get("generation")
+        found = None if generation is None else _read(config, str(generation))
+        if found is None:
+            return None
+        return cls(*found, has_lists=bool(noted["has_lists"]))
+
+    @property
+    def generation(self) -> str:
+        """Its id."""
+        return self.manifest.generation
+
+    def fetch(self, artefact: Artefact) -> Path:
+        """A file of it on this host; raises CorruptArtefact where it is not what the manifest or a report says."""
+        return fetch_checked(self.build.store, self.generation, artefact)
+
+    def fetch_noted(self, name: str) -> Path:
+        """A file that the report of `begin` lists with its checksum; raises CorruptArtefact likewise."""
+        noted = self.begun.get("kept", {}).get(name)
+        if noted is None:
+            raise CorruptArtefact(f"{self.generation} has no {name}", path=name)
+        return self.fetch(Artefact(name, **noted))
+
+    def model_digest(self, name: str) -> str | None:
+        """Digest of a model of its bundle, None where it had none of this name."""
+        found = self.manifest.models.get(name)
+        return None if found is None else found.digest
+
+
+def choose_base(
+    releases: ReleaseLog, config: NightConfig, bundle: Bundle, *, making: str
+) -> tuple[Base | None, str]:
+    """(the base, why not all of it can be copied): the newest verified generation of the same bundle and settings.
+
+    Where none is of the same bundle, the newest of the same settings: vectors of items and values may still fit.
+    """
+    if config.reuse == "off":
+        return None, OFF
+    wanted, other, seen = settings_digest(config), None, False
+    ledger, rows = releases.ledger(), releases.control.rows()
+    stored = sorted(filter(GENERATION.fullmatch, releases.store.names("generations")), reverse=True)
+    for generation in stored:
+        row = rows.get(generation)
+        state = ledger.state(generation) or (row and row.state)
+        if generation == making or state not in VERIFIED:
+            continue
+        seen = True
+        found = _read(config, generation)
+        if found is None or found[1].get("settings") != wanted:
+            continue
+        base = Base(*found, has_lists=found[1]["bundle_digest"] == bundle.digest)
+        if base.has_lists:
+            return base, ""
+        other = other or base
+    if other is not None:
+        return other, BUNDLE
+    return None, SETTINGS if seen else NONE
+
+
+def _read(config: NightConfig, generation: str) -> tuple[Build, Mapping[str, Any], Manifest] | None:
+    """A generation's build, report and manifest; None where one of them is gone, damaged or of another Larder."""
+    build = Build(config, config.store(), generation)
+    try:
+        begun = build.read_report("begin")
+        raw = build.store.read(generation_path(generation, "manifest.json"))
+        if begun is None or raw is None:
+            return None
+        return build, begun, Manifest.from_bytes(raw)
+    except StoreError:
+        raise
+    except (LarderError, ValueError):
+        return None

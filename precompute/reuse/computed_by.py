@@ -1,0 +1,56 @@
+"""Programs and instructions that the bits of a result depend on, in words."""
+
+import functools
+import platform
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from precompute.topk.compiled import kernel
+
+_LIBRARIES = ("larder", "numpy", "onnxruntime", "onnxruntime-gpu", "faiss-cpu", "pyarrow")
+_ON_A_DEVICE = ("torch", "triton")
+_FLAGS = ("flags", "Features")
+"""Names of the line of instructions in /proc/cpuinfo, by architecture."""
+
+
+def computed_by(device: str | None = None) -> str:
+    """Class of the kernel, of the processor's instructions and of a device of torch, and versions of the libraries.
+
+    Results of two nights may be put beside each other where these are the same.
+    """
+    names = (*_LIBRARIES, *(_ON_A_DEVICE if device else ()))
+    versions = [f"{name} {found}" for name in names if (found := _version(name))]
+    engine = kernel()
+    level = "faiss" if engine is None else f"kernel {engine.level}"
+    return ", ".join([level, f"processor {instructions()}", *_device(device), *versions])
+
+
+@functools.cache
+def instructions() -> str:
+    """Digest of the instructions that this processor has: libraries choose their code by them."""
+    said = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = next((line for line in lines if line.partition(":")[0].strip() in _FLAGS), said)
+    return blake2b(" ".join(sorted(found.split())).encode(), digest_size=4).hexdigest()
+
+
+def _device(device: str | None) -> list[str]:
+    if device is None:
+        return []
+    import torch
+
+    if not device.startswith("cuda"):
+        return [device]
+    return [str(torch.cuda.get_device_name(device)), f"CUDA {torch.version.cuda}"]
+
+
+@functools.cache
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,92 @@
+"""Digests of inputs: 64 bits for what a model, and the list beside it, sees of one user or one item.
+
+Two inputs that differ have one digest with a chance of 2**-64: numbers are mixed by the finalizer of SplitMix64
+(Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), texts by xxh3, and the parts of a row are
+added after each was mixed with its place.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from precompute.partitions.shard_input import ShardInput
+from precompute.sources.columns import is_text, text_hashes
+
+Digests = NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MISSING = np.uint64(0x6C8E9CF570932BD5)
+_STEPS = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+
+
+def mixed(numbers: Digests) -> Digests:
+    """Each number spread over all 64 bits."""
+    found = numbers + _GOLDEN
+    for shift, factor in _STEPS:
+        found = (found ^ (found >> shift)) * factor
+    found ^= found >> np.uint64(31)
+    return found
+
+
+def of_rows(values: Digests, starts: NDArray[np.int64]) -> Digests:
+    """Digests [rows] of rows of values in their order, row i being `values[starts[i]:starts[i + 1]]`."""
+    lengths = np.diff(starts)
+    if not len(lengths):
+        return np.empty(0, np.uint64)
+    places = np.arange(len(values)) - np.repeat(starts[:-1] - starts[0], lengths)
+    spread = mixed(values ^ mixed(places.astype(np.uint64)))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(spread, dtype=np.uint64)])
+    bounds = starts - starts[0]
+    return mixed(sums[bounds[1:]] - sums[bounds[:-1]] + lengths.astype(np.uint64))
+
+
+def of_column(column: Any) -> Digests:
+    """Digests [rows] of an Arrow array of texts, numbers, times, truths, or lists of these; null is a value."""
+    if isinstance(column, pa.ChunkedArray):
+        return np.concatenate([np.empty(0, np.uint64), *map(of_column, column.chunks)])
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return of_column(column.dictionary_decode())
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
+        found = of_rows(of_column(column.flatten()), np.concatenate([[0], np.cumsum(lengths)]))
+    elif is_text(kind):
+        filled = pc.fill_null(column, "") if column.null_count else column
+        found = mixed(text_hashes(filled.cast(pa.string()), 0))
+    elif pa.types.is_floating(kind):
+        filled = pc.fill_null(column, 0.0) if column.null_count else column
+        found = mixed(np.ascontiguousarray(np.asarray(filled), np.float64).view(np.uint64))
+    else:
+        numbers = column.cast(pa.int64(), safe=False)
+        filled = pc.fill_null(numbers, 0) if numbers.null_count else numbers
+        found = mixed(np.asarray(filled).view(np.uint64))
+    if column.null_count:
+        found = np.where(np.asarray(column.is_null()), _MISSING, found)
+    return found
+
+
+def of_columns(columns: Mapping[str, Any], count: int) -> Digests:
+    """Digests [count] of the rows of named columns, whatever their order."""
+    found = np.zeros(count, np.uint64)
+    for name, column in columns.items():
+        (named,) = text_hashes(pa.array([name]), 0)
+        found += mixed(of_column(column) ^ named)
+    return found
+
+
+def of_users(entities: ShardInput, items: Digests) -> Digests:
+    """Digests [entities] of what a night sees of each: the whole history by the items' own hashes, features, vector."""
+    found = of_rows(items[entities.ordinals], entities.indptr)
+    found = mixed(found + of_columns(entities.features, len(found)))
+    if entities.vectors is not None:
+        bits = np.ascontiguousarray(entities.vectors).view(np.uint32).astype(np.uint64)
+        starts = np.arange(len(found) + 1) * bits.shape[1]
+        found = mixed(found ^ of_rows(bits.ravel(), starts))
+    return found

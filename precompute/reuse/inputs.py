@@ -1,0 +1,145 @@
+"""Partition of the base, where it may be taken over: then only source files that are new are read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import CorruptArtefact, UnknownGeneration
+from cache.format.directory import map_file
+from cache.format.item_table import ItemTable
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig, parse_time
+from precompute.erasures.erasure import Erased
+from precompute.partitions.catalogue import item_texts
+from precompute.partitions.earlier import POPULARITY, UNKNOWN, UNKNOWN_SEED, Earlier
+from precompute.partitions.partition import USER_ROWS
+from precompute.partitions.shard_files import kinds_of
+from precompute.partitions.user_vectors import VECTOR_ROWS
+from precompute.reuse.base import Base
+from precompute.reuse.items import base_items, places_of_items, turned
+from precompute.sources.columns import text_hashes
+from precompute.sources.formats import INTERACTIONS
+
+ERASED: Final = "other erasures than the base left out"
+LATE: Final = "the base left out interactions from after its cut"
+CUT: Final = "the base's cut is not before this one"
+FILES: Final = "source files changed, vanished or came in between"
+TABLES: Final = "another table of users' features or vectors"
+BACK: Final = "an item is new that earlier interactions name"
+DAMAGED: Final = "a file of the base is damaged or gone"
+
+
+def partition_files(begun: Mapping[str, Any], shards: int) -> list[str]:
+    """Paths of the files that a partition has for those who take it over."""
+    return [
+        *(
+            f"work/partition/{shard:04d}.{kind}"
+            for shard in range(shards)
+            for kind in kinds_of(begun)
+        ),
+        POPULARITY,
+        UNKNOWN,
+    ]
+
+
+def interaction_files(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> int:
+    """Number of the inputs that are interactions: they come first, before the tables."""
+    sources = config.sources
+    tables = (
+        sources.user_features, sources.item_features, sources.user_vectors, sources.item_vectors,
+    )  # fmt: skip
+    return len(inputs) - sum(each is not None for each in tables)
+
+
+def user_tables(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Checksums of the tables of users among the inputs."""
+    sources, first = config.sources, interaction_files(config, inputs)
+    tables = [
+        name
+        for name in ("user_features", "item_features", "user_vectors", "item_vectors")
+        if getattr(sources, name) is not None
+    ]
+    return [
+        each["sha256"]
+        for name, each in zip(tables, inputs[first:], strict=True)
+        if name.startswith("user_")
+    ]
+
+
+def earlier_partition(
+    base: Base,
+    config: NightConfig,
+    bundle: Bundle,
+    items: ItemTable,
+    inputs: Sequence[Mapping[str, Any]],
+    *,
+    cut: str | None,
+    erased: Erased,
+) -> tuple[Earlier | None, str]:
+    """(the base's partition as this night takes it over, "") or (None, why all source files are read)."""
+    begun = base.begun
+    if list(begun.get("erased", ())) != list(erased.numbers):
+        return None, ERASED
+    if begun.get("late") != 0:
+        return None, LATE
+    if not _is_later(cut, begun.get("cut")):
+        return None, CUT
+    before, files = begun["inputs"], interaction_files(config, begun["inputs"])
+    ours = [each["sha256"] for each in inputs[: interaction_files(config, inputs)]]
+    if [each["sha256"] for each in before[:files]] != ours[:files]:
+        return None, FILES
+    wants_table = any(model.spec.features for model in bundle.models if model.entity == "user")
+    if user_tables(config, before) != user_tables(config, inputs) or (
+        (wants_table or config.sources.user_vectors) and not base.has_lists
+    ):
+        return None, TABLES
+    try:
+        return _taken(base, config, items, files)
+    except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
+        return None, DAMAGED
+
+
+def _taken(
+    base: Base, config: NightConfig, items: ItemTable, files: int
+) -> tuple[Earlier | None, str]:
+    begun, before = base.begun, base_items(base)
+    for name in partition_files(begun, config.shards):
+        base.fetch_noted(name)
+    places = places_of_items(items, before)
+    unknown = map_file(base.build.root / UNKNOWN, "<u8")
+    is_new = turned(places, items.count) < 0
+    if is_new.any() and np.isin(_hashes(items, is_new), unknown).any():
+        return None, BACK
+    stayed = len(places) == items.count and bool((places == np.arange(len(places))).all())
+    of_users = (INTERACTIONS, USER_ROWS, VECTOR_ROWS)
+    return Earlier(
+        folder=base.build.root / "work/partition",
+        seed=begun["user_seed"],
+        files=files,
+        places=None if stayed else places,
+        gone=_hashes(before, places < 0),
+        popularity=map_file(base.build.root / POPULARITY, "<i8"),
+        unknown=unknown,
+        interactions=begun["interactions"],
+        unknown_items=begun["unknown_items"],
+        unusable={
+            name: each
+            for name, each in begun["unusable"].items()
+            if name.partition(".")[0] in of_users
+        },
+    ), ""
+
+
+def _hashes(items: ItemTable, which: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    """Hashes, as a partition keeps those of unknown items, of the ids of some items."""
+    if not which.any():
+        return np.empty(0, np.uint64)
+    return text_hashes(item_texts(items), UNKNOWN_SEED)[which]
+
+
+def _is_later(cut: str | None, before: str | None) -> bool:
+    if cut is None or before is None:
+        return cut is None and before is None
+    return parse_time(cut) >= parse_time(before)

@@ -1,0 +1,107 @@
+"""A shard of the base: whose inputs it was made from, and the records that may be copied."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import CorruptArtefact, UnknownGeneration
+from cache.format.directory import map_file
+from cache.format.manifest import Artefact, Table
+from cache.format.records.layout import ABSENT
+from cache.model.tower import Histories
+from precompute.builds.build import shard_report
+from precompute.reuse.base import Base
+from precompute.reuse.digests import Digests
+
+PAIR = np.dtype([("hash", "<u8"), ("digest", "<u8")])
+"""A user and the digest of the input: 16 bytes for each, in hash order."""
+
+
+def inputs_file(shard: int) -> str:
+    """Path of the digests of a shard's users."""
+    return f"work/inputs/{shard:04d}.u64"
+
+
+def reasons_file(shard: int) -> str:
+    """Path of the reasons for which a shard's records were computed, or copied: a byte each, in hash order."""
+    return f"work/reasons/{shard:04d}.u1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptShard:
+    """What the base knew of one shard: every user with a digest, and those with records.
+
+    `places` int64 [users] is where each one's records lie, -1 for who has none; `tables` are records by table, and
+    `seen` what users with records had, where filters ask for it.
+    """
+
+    pairs: NDArray[Any]
+    places: NDArray[np.int64]
+    tables: Mapping[str, NDArray[Any]]
+    whole: NDArray[np.bool_]
+    """Mask [records] of the users with an answer in every table."""
+    seen: Histories | None
+
+    @classmethod
+    def open(
+        cls, base: Base, shard: int, tables: Mapping[str, Table], computed_by: str
+    ) -> Self | None:
+        """The base's shard, every file verified; None where one is damaged or gone, or other programs made it."""
+        try:
+            report = base.build.read_report(shard_report(shard)) or {}
+            users = report.get("users", {})
+            if report.get("computed_by") != computed_by or users.get("short"):
+                return None
+            pairs = map_file(base.fetch(Artefact(**users["inputs"])), "<u8").view(PAIR)
+            directory = map_file(base.fetch(Artefact(**users["directory"])), "<u8")
+            records = {name: table_records(base, shard, table) for name, table in tables.items()}
+            seen = _seen(base, users["seen"])
+        except (CorruptArtefact, UnknownGeneration, FileNotFoundError, KeyError, TypeError):
+            return None
+        at = np.minimum(directory.searchsorted(pairs["hash"]), max(0, len(directory) - 1))
+        has_record = (
+            directory[at] == pairs["hash"] if len(directory) else np.zeros(len(pairs), np.bool_)
+        )
+        whole = np.ones(len(directory), np.bool_)
+        for each in records.values():
+            whole &= each["flags"] != ABSENT
+        return cls(pairs, np.where(has_record, at, -1), records, whole, seen)
+
+    def between(self, hashes: range) -> slice:
+        """Users whose hashes are in a range."""
+        ours = self.pairs["hash"]
+        return slice(_first(ours, hashes.start), _first(ours, hashes.stop))
+
+    def find(self, hashes: Digests) -> NDArray[np.int64]:
+        """int64 [n]: which of the users has each hash, -1 for none."""
+        ours = self.pairs["hash"]
+        if not len(ours):
+            return np.full(len(hashes), -1)
+        at = np.minimum(ours.searchsorted(hashes), len(ours) - 1)
+        return np.where(ours[at] == hashes, at, -1)
+
+
+def _first(hashes: Digests, bound: int) -> int:
+    return len(hashes) if bound >= 1 << 64 else int(hashes.searchsorted(np.uint64(bound)))
+
+
+def table_records(base: Base, shard: int, table: Table) -> NDArray[Any]:
+    """Records of one shard of a table of the base; raises CorruptArtefact for a damaged file."""
+    part = table.parts[shard]
+    path = base.fetch(part.file)
+    if not part.count:
+        return np.empty(0, table.layout.dtype)
+    return np.asarray(np.memmap(path, table.layout.dtype, "r", shape=(part.count,)))
+
+
+def _seen(base: Base, files: list[dict[str, Any]]) -> Histories | None:
+    if not files:
+        return None
+    ends, items = (
+        map_file(base.fetch(Artefact(**each)), kind)
+        for each, kind in zip(files, ("<u8", "<u4"), strict=True)
+    )
+    return Histories(np.concatenate([[0], ends.astype(np.int64)]), items)

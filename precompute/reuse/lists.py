@@ -1,0 +1,90 @@
+"""The rule of lists: a list is copied if none of its items is gone or changed, and nothing new or changed can enter.
+
+What could enter is bounded from above, the stored list's last score from below, so a doubt computes. Pure.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.records.layout import Layout
+from cache.model.ranking import Metric
+from cache.model.tower import Histories
+
+ENTERING_MAX: Final = 1 / 16
+"""Share of the items that may be new or changed: with more of them nearly every list is touched."""
+
+_ITEMS_AT_ONCE = 1024
+_ROUNDING = 2.0**-23 * 1.01
+"""Two float32 sums of d products differ by at most 2 * d * 2**-24 * |user| * |item|, and a little of second order."""
+_SHORT = 1e-30
+"""Product of two lengths from which on no float32 in between vanishes."""
+_MORE_STEPS = 16
+"""Roundings beside the sum: of lengths and of their quotient, for cosine."""
+
+
+def holds_lost(records: NDArray[Any], lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Mask [n] of the lists with one of the `lost` [items + 1], whose last entry stands for free places."""
+    items = np.minimum(records["items"], np.uint32(len(lost) - 1))
+    found: NDArray[np.bool_] = lost[items].any(axis=1)
+    return found
+
+
+def renumbered(records: NDArray[Any], places: NDArray[np.int64]) -> None:
+    """Numbers the items of lists, none of which is gone, by their `places` int64 [base items] in this night."""
+    names = np.append(places, -1).astype(np.uint32)  # -1 is NO_ITEM
+    records["items"] = names[np.minimum(records["items"], np.uint32(len(places)))]
+
+
+def floors(layout: Layout, records: NDArray[Any]) -> NDArray[np.float64]:
+    """Lower bound [n] of the last score of each list before it was rounded to be stored; -inf where a place is free."""
+    last = records["numbers"][:, -1]
+    if layout.precision == "f2":
+        below = np.nextafter(last, np.float16(-np.inf)).astype(np.float64)
+        found = np.ldexp(below, records["exponent"].astype(np.int32))
+    else:
+        found = last.astype(np.float64)
+    return np.where(records["count"] == layout.width, found, -np.inf)
+
+
+def could_enter(
+    vectors: NDArray[np.float32],
+    entering: NDArray[np.float32],
+    ordinals: NDArray[np.int64],
+    floor: NDArray[np.float64],
+    seen: Histories,
+    metric: Metric,
+) -> NDArray[np.bool_]:
+    """Mask [n] of the users for whom one of these items may reach the list's `floor` [n].
+
+    `vectors` float32 [n, dims] are the users', `entering` those of items with these `ordinals`; what a user has `seen`
+    cannot enter. Certain in one direction: where it says no, the item's own score is below the floor.
+    """
+    found = np.zeros(len(vectors), np.bool_)
+    if not len(vectors) or not len(ordinals):
+        return found
+    dims = vectors.shape[1]
+    lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
+    owners = np.repeat(np.arange(len(seen)), np.diff(seen.indptr))
+    for start in range(0, len(ordinals), _ITEMS_AT_ONCE):
+        some, numbers = (
+            entering[start : start + _ITEMS_AT_ONCE],
+            ordinals[start : start + _ITEMS_AT_ONCE],
+        )
+        sizes = np.sqrt(np.einsum("nd,nd->n", some, some, dtype=np.float64))
+        scores = (vectors @ some.T).astype(np.float64)
+        margins = (dims + _MORE_STEPS) * _ROUNDING * lengths[:, None] * sizes
+        if metric == "cosine":
+            both = lengths[:, None] * sizes
+            scores, margins = (
+                np.divide(each, both, out=np.full_like(each, np.inf), where=both > _SHORT)
+                for each in (scores, margins)
+            )
+        rows, columns = np.nonzero(~(scores + margins < floor[:, None]))
+        if len(rows):
+            pairs = rows * np.int64(1 << 32) + numbers[columns]
+            known = np.isin(seen.indices, numbers)
+            has = owners[known] * np.int64(1 << 32) + seen.indices[known]
+            found[rows[~np.isin(pairs, has)]] = True
+    return found

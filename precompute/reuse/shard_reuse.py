@@ -1,0 +1,203 @@
+"""Decisions on one shard: whose records are copied from the base, and who is computed, for which reason."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import CorruptArtefact, UnknownGeneration
+from cache.format.item_table import ItemTable
+from cache.format.records.layout import Layout
+from cache.model.ranking import Metric
+from cache.model.tower import Histories
+from precompute.builds.build import Build
+from precompute.builds.filtered_items import allowed_items
+from precompute.builds.tables import metric_of
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import TableConfig
+from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
+from precompute.partitions.shard_input import ShardInput
+from precompute.reuse.base import Base
+from precompute.reuse.computed_by import computed_by
+from precompute.reuse.copied import Asked, paired
+from precompute.reuse.digests import Digests
+from precompute.reuse.items import ItemChanges
+from precompute.reuse.kept_shard import KeptShard
+from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost, renumbered
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ListRule:
+    """Rule of one table of lists: base items that no list may hold, and this night's that could be new in one."""
+
+    layout: Layout
+    metric: Metric
+    lost: NDArray[np.bool_]
+    entering: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        metric: Metric,
+        changes: ItemChanges,
+        was_allowed: NDArray[np.bool_] | None,
+        is_allowed: NDArray[np.bool_] | None,
+    ) -> Self:
+        return cls(
+            layout, metric, changes.lost(is_allowed), changes.entering(was_allowed, is_allowed)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardReuse:
+    """The base's shard beside this night's."""
+
+    kept: KeptShard
+    changes: ItemChanges | None
+    lists: Mapping[str, ListRule]
+    broken: NDArray[np.bool_]
+    """Mask [records] of the users with a list that cannot be copied, whatever their inputs."""
+    item_vectors: NDArray[np.float32]
+    touched: Digests | None
+    """Hashes of the users whose inputs have to be read, sorted; None for all."""
+
+    @classmethod
+    def open(
+        cls,
+        made: Build,
+        base: Base,
+        bundle: Bundle,
+        shard: int,
+        tables: Mapping[str, TableConfig],
+        layouts: Mapping[str, Layout],
+        items: ItemTable,
+        device: str | None,
+    ) -> Self | None:
+        """What the base has for one shard of users, None if nothing of it can be copied."""
+        fitting = _fitting(made, base, bundle, tables)
+        stored = {
+            name: base.manifest.stored[name] for name in fitting if name in base.manifest.stored
+        }
+        if not stored:
+            return None
+        kept = KeptShard.open(base, shard, stored, computed_by(device))
+        if kept is None:
+            return None
+        lists = {name: each for name, each in tables.items() if each.kind == "user_topk"}
+        changes = ItemChanges.open(made) if made.need("embed_items")["changes"] else None
+        if changes is None and (kept.seen is not None or lists.keys() & stored.keys()):
+            return None
+        broken, rules = ~kept.whole, dict[str, ListRule]()
+        if changes is not None and lists.keys() <= stored.keys():
+            now = allowed_items(made)
+            before = allowed_items(base.build) if now else {}
+            for name, table in lists.items():
+                rules[name] = ListRule.of(
+                    layouts[name],
+                    metric_of(bundle, table),
+                    changes,
+                    before.get(name),
+                    now.get(name),
+                )
+                broken |= holds_lost(kept.tables[name], rules[name].lost)
+        most = ENTERING_MAX * items.count
+        enter_most = max((len(each.entering) for each in rules.values()), default=0) > most
+        if rules.keys() != lists.keys() or stored.keys() != tables.keys() or enter_most:
+            broken[:] = True
+        hashes = np.ascontiguousarray(kept.pairs["hash"][kept.places >= 0])
+        touched = None if _enters(rules) else _touched(made, shard, hashes[broken])
+        return cls(kept, changes, rules, broken, np.asarray(items.vectors), touched)
+
+    @property
+    def needs_vectors(self) -> bool:
+        """True if an item could enter lists: then the vectors of those who are copied are wanted, too."""
+        return _enters(self.lists) and not self.broken.all()
+
+    def ask(self, entities: ShardInput, digests: Digests, hashes: range) -> Asked:
+        """What is to be done with the users of a range of hashes, of whom these are the inputs."""
+        window = self.kept.between(hashes)
+        pairs, places = self.kept.pairs[window], self.kept.places[window]
+        at = self.kept.find(entities.hashes)
+        is_equal = at >= 0
+        is_equal[is_equal] = self.kept.pairs["digest"][at[is_equal]] == digests[is_equal]
+        same = np.where(is_equal, self.kept.places[at], -1)
+        had_none = is_equal & (same < 0)  # and so has none now
+        stays = same >= 0
+        stays[stays] = ~self.broken[same[stays]]
+        same[same >= 0] = np.where(self.kept.whole[same[same >= 0]], same[same >= 0], -1)
+        is_asked = ~had_none if self.needs_vectors else ~had_none & ~stays
+        rows, left = np.flatnonzero(is_asked), stays & ~is_asked
+        kept, kept_hashes, ours = same[left], entities.hashes[left], paired(entities, digests)
+        if self.touched is not None:  # the others were not even read
+            others = ~np.isin(pairs["hash"], entities.hashes)
+            ours = np.sort(np.concatenate([ours, pairs[others]]), order="hash")
+            others &= places >= 0
+            kept = np.concatenate([kept, places[others]])
+            kept_hashes = np.concatenate([kept_hashes, pairs["hash"][others]])
+        return Asked(
+            rows, same[rows], stays[rows], kept, kept_hashes, ours,
+            int(entities.has_vector[left].sum()),
+        )  # fmt: skip
+
+    def enters(
+        self, name: str, places: NDArray[np.int64], vectors: NDArray[np.float32], seen: Histories
+    ) -> NDArray[np.bool_]:
+        """Mask of the base's lists at `places` that a new or changed item may enter, by the users' vectors."""
+        rule = self.lists[name]
+        return could_enter(
+            vectors, self.item_vectors[rule.entering], rule.entering,
+            floors(rule.layout, self.kept.tables[name][places]), seen, rule.metric,
+        )  # fmt: skip
+
+    def records(self, name: str, places: NDArray[np.int64], at: int) -> NDArray[Any]:
+        """Records of the base as this night has them: with its cut `at` (Unix seconds) and its numbers of items."""
+        found: NDArray[Any] = self.kept.tables[name][places]
+        found["scored_at"] = at  # a copy: an index of numbers makes one
+        if name in self.lists and self.changes is not None and self.changes.moved:
+            renumbered(found, self.changes.places)
+        return found
+
+    def seen(self, places: NDArray[np.int64]) -> Histories:
+        """What users of the base had, by this night's numbers of items."""
+        assert self.kept.seen is not None  # noqa: S101 - or nobody asks
+        assert self.changes is not None  # noqa: S101 - `open` saw to it
+        found = self.kept.seen.take(places)
+        return Histories(found.indptr, self.changes.places[found.indices.astype(np.int64)])
+
+
+def _enters(rules: Mapping[str, ListRule]) -> bool:
+    return any(len(each.entering) for each in rules.values())
+
+
+def _fitting(
+    made: Build, base: Base, bundle: Bundle, tables: Mapping[str, TableConfig]
+) -> list[str]:
+    """Tables whose records may be copied: lists of the same bundle, all others of the same model."""
+    embedded = made.need("embed_items")
+    alike = embedded["regrouped"]
+    same_words = base.manifest.facts.get("vocabulary_digest") == bundle.vocabulary_digest
+    fits = {
+        each.name: alike.get(each.name, False) and (each.spec.history is None or same_words)
+        for each in bundle.models
+    }
+    found = []
+    for name, table in tables.items():
+        model = str(table.value) if table.kind == "value" else bundle.user_tower.name
+        is_list = table.kind == "user_topk"
+        if fits[model] and (not is_list or (base.has_lists and embedded["changes"])):
+            found.append(name)
+    return found
+
+
+def _touched(made: Build, shard: int, broken: Digests) -> Digests | None:
+    begun = made.need("begin")
+    if not begun["base"]["took_over"] or begun.get("user_vectors"):
+        return None
+    try:
+        path = made.fetch(f"work/partition/{shard:04d}.{TOUCHED}")
+    except (CorruptArtefact, UnknownGeneration):
+        return None
+    return np.union1d(np.asarray(read_stream(path).column(HASH)), broken)

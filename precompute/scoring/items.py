@@ -1,0 +1,158 @@
+"""Scoring the items of one shard: each table's records, computed or copied, into pages."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.ids import fingerprints
+from cache.format.item_table import ItemTable
+from cache.model.tower import Histories
+from precompute.builds.build import Build, cut_of
+from precompute.builds.filtered_items import allowed_items
+from precompute.builds.tables import layout_of, metric_of, scored_tables
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.config.progress import Progress
+from precompute.config.settings import TableConfig
+from precompute.partitions.catalogue import VECTORS, open_items
+from precompute.partitions.item_features import ItemFeatures
+from precompute.reuse.base import Base
+from precompute.reuse.item_records import ItemRecords, item_records
+from precompute.scoring.encoding import Answers, encode, finite_rows
+from precompute.scoring.shard import (
+    Place,
+    Scorers,
+    described,
+    item_chunks,
+    item_inputs,
+    open_item_features,
+)
+from precompute.scoring.tables import PageFile
+from precompute.scoring.towers import AnyTower
+from precompute.sources.unusable import NOT_FINITE, UNFIT, Unusable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemWork:
+    """What all tables of items of one shard share; `models`, `towers` and `features` are by table of values."""
+
+    build: Build
+    bundle: Bundle
+    place: Place
+    items: ItemTable
+    tables: Mapping[str, TableConfig]
+    allowed: Mapping[str, NDArray[np.bool_]]
+    models: Mapping[str, BundleModel]
+    towers: Mapping[str, AnyTower]
+    features: Mapping[str, ItemFeatures]
+    unusable: Unusable
+
+    @classmethod
+    def of(cls, build: Build, bundle: Bundle, shard: int, scorers: Scorers) -> Self:
+        build.fetch(VECTORS)
+        items = open_items(build.root, build.need("begin"), dims=bundle.dims)
+        tables, place = scored_tables(build.config, bundle, "item"), scorers.at(shard)
+        models = {
+            name: bundle.values[str(table.value)]
+            for name, table in tables.items()
+            if table.kind == "value"
+        }
+        return cls(
+            build, bundle, place, items, tables, allowed_items(build), models,
+            {name: place.tower(build, model) for name, model in models.items()},
+            {name: open_item_features(build, model.spec, items.count) for name, model in models.items()},
+            Unusable(),
+        )  # fmt: skip
+
+    def records(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Records of some items of a table, computed."""
+        table, items = self.tables[name], self.items
+        layout = layout_of(self.bundle, table)
+        if not len(rows):
+            return np.empty(0, layout.dtype)
+        ids = [items.raw_id(row) for row in rows.tolist()]
+        marks, has_answer = fingerprints(ids), np.ones(len(rows), np.bool_)
+        vectors = np.asarray(items.vectors[rows])
+        answers: Answers = vectors
+        if table.kind == "item_similar":
+            itself = Histories(np.arange(len(rows) + 1), rows)
+            with self.place.turn:
+                answers = self.place.of(items, metric_of(self.bundle, table)).top(
+                    vectors, table.k, itself, allowed=self.allowed.get(name),
+                    threads=self.build.config.threads or None,
+                )  # fmt: skip
+        elif table.kind == "value":
+            model = self.models[name]
+            inputs, usable = item_inputs(model.spec, items, self.features[name], rows)
+            answers = self.towers[name].run(inputs)
+            is_finite = finite_rows(answers)
+            has_answer = usable & is_finite
+            self._note(f"outputs of {model.name}", NOT_FINITE, ids, usable & ~is_finite)
+        at = cut_of(self.build.generation)
+        records, bad = encode(layout, marks, answers, has_answer, at)
+        self._note(f"records of {name}", UNFIT, ids, bad)
+        return records
+
+    def with_copies(
+        self, name: str, rows: NDArray[np.int64], kept: ItemRecords | None, first: int
+    ) -> tuple[NDArray[Any], int]:
+        """(records of these items, how many were copied); `first` is the first item of the shard."""
+        places = None if kept is None else kept.places.get(name)
+        if kept is None or places is None:
+            return self.records(name, rows), 0
+        places = places[rows - first]
+        is_kept = places >= 0
+        found = np.empty(len(rows), layout_of(self.bundle, self.tables[name]).dtype)
+        found[~is_kept] = self.records(name, rows[~is_kept])
+        found[is_kept] = kept.take(name, places[is_kept], cut_of(self.build.generation))
+        copied = int(is_kept.sum())
+        self.unusable.looked_at(f"records of {name}", copied)
+        if name in self.models:
+            self.unusable.looked_at(f"outputs of {self.models[name].name}", copied)
+        return found, copied
+
+    def _note(self, what: str, why: str, ids: list[bytes], bad: NDArray[np.bool_]) -> None:
+        self.unusable.looked_at(what, len(ids))
+        if bad.any():
+            self.unusable.note_rows(what, {why: bad}, lambda row: {"item": ids[row].decode()})
+
+
+def score_items(
+    build: Build,
+    bundle: Bundle,
+    shard: int,
+    scorers: Scorers,
+    progress: Progress,
+    *,
+    limit: int | None = None,
+    base: Base | None = None,
+) -> dict[str, Any]:
+    """All item tables of one shard's hash range, or of its first `limit` items; returns the shard's report.
+
+    Records of `base` are copied where nothing changed.
+    """
+    started, begun = time.perf_counter(), build.need("begin")
+    start, end = begun["bounds"][shard], begun["bounds"][shard + 1]
+    end = end if limit is None else min(end, start + limit)
+    work = ItemWork.of(build, bundle, shard, scorers)
+    kept = item_records(build, base, bundle, shard, work.tables, work.items, work.place.device)
+    found, copied = {}, 0
+    for name, table in work.tables.items():
+        layout, file = layout_of(bundle, table), f"tables/{name}/{shard:04d}.pages"
+        with PageFile(build.path(file), layout, build.config.page_bytes) as pages:
+            for rows in item_chunks(np.arange(start, end)):
+                records, taken = work.with_copies(name, rows, kept, start)
+                copied += taken
+                pages.append(records)
+                progress(f"{name} shard {shard}", int(rows[-1]) + 1 - start, end - start)
+        found[name] = described(build, file, end - start)
+    return {
+        "scored": end - start,
+        "copied": copied,
+        "seconds": {"all": time.perf_counter() - started},
+        "tables": found,
+        "unusable": work.unusable.to_json(),
+    }

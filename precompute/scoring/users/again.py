@@ -1,0 +1,32 @@
+"""Records computed once more, as if there were no base: what a gate holds copies against."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from precompute.partitions.shard_files import PARTITION
+from precompute.partitions.shard_input import read_shard, users_alone
+from precompute.reuse.copied import Asked
+from precompute.reuse.digests import of_users
+from precompute.scoring.users.reading import chunks_of
+from precompute.scoring.users.records import own_records
+from precompute.scoring.users.work import ShardWork
+
+
+def users_again(
+    work: ShardWork, hashes: NDArray[np.uint64], scratch: Path
+) -> dict[int, dict[str, bytes]]:
+    """Records of the users with these sorted hashes by hash and table, computed as if there were no base."""
+    folder = users_alone(work.build.root / PARTITION, work.number, hashes, scratch)
+    limit, found = work.build.config.history_limit, dict[int, dict[str, bytes]]()
+    entities = read_shard(folder, work.number, history_limit=limit)
+    digests = of_users(entities, work.items.directory.hashes())
+    for chunk, _ in chunks_of(work, Asked.everybody(entities, digests), entities)[0]:
+        chunk = work.score(work.encode(chunk))
+        tables = {
+            name: own_records(work, name, table, chunk) for name, table in work.tables.items()
+        }
+        for row, each in enumerate(chunk.hashes.tolist()):
+            found[each] = {name: records[row].tobytes() for name, records in tables.items()}
+    return found

@@ -1,0 +1,118 @@
+"""Reading the users of a shard: slice by slice, into chunks of who is computed and who is copied."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.model.tower import Histories
+from cache.model.tower_spec import TowerSpec
+from precompute.bulk.headroom import demand_disk
+from precompute.partitions.shard_files import PARTITION, first_hash
+from precompute.partitions.shard_input import ShardInput, read_shard, slice_shard, users_alone
+from precompute.reuse.copied import Asked, Copied
+from precompute.reuse.digests import of_users
+from precompute.scoring.inputs import inputs_of
+from precompute.scoring.tables import GrowingFile
+from precompute.scoring.users.chunk import Chunk
+from precompute.scoring.users.work import ShardWork
+
+
+def inputs(work: ShardWork, scratch: Path) -> Iterator[tuple[ShardInput, range, int]]:
+    """Each slice of the shard with its hashes, and how many of all slices come after it.
+
+    With a base, perhaps only of the users whose inputs have to be looked at.
+    """
+    config, folder = work.build.config, work.build.root / PARTITION
+    with work.busy("read"):
+        if work.reuse is not None and work.reuse.touched is not None:
+            folder = users_alone(folder, work.number, work.reuse.touched, scratch)
+        slices = slice_shard(folder, work.number, config.shards, scratch)
+    count = config.shards * len(slices.numbers)
+    for number in slices.numbers:
+        with work.busy("read"):
+            found = read_shard(slices.folder, number, history_limit=config.history_limit)
+        hashes = range(first_hash(number, count), first_hash(number + 1, count))
+        yield found, hashes, slices.numbers.stop - number - 1
+
+
+def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None) -> Iterator[Chunk]:
+    """The shard's users for whom a model has its input; raises Refused where the disk has no room for them.
+
+    Whoever lacks the history that a model wants is left out whole; an unusable feature costs the tables of the
+    models that want it. Digests of the inputs go into `pairs`.
+    """
+    item_hashes, before = work.items.directory.hashes(), 0
+    for done, (entities, hashes, left) in enumerate(inputs(work, scratch), 1):
+        digests = of_users(entities, item_hashes)
+        asked = Asked.everybody(entities, digests)
+        if work.reuse is not None:
+            asked = work.reuse.ask(entities, digests, hashes)
+        _note_kept(work, len(asked.kept), asked.with_vector)
+        if pairs is not None:
+            pairs.write(asked.pairs.tobytes())
+        count = len(asked.pairs)
+        work.counts["entities"] = before + count
+        chunks, users = chunks_of(work, asked, asked.inputs_of(entities))
+        demand_disk(work.build.root, users * work.record_bytes * (left + 1))
+        for chunk, share in chunks:
+            chunk.entities = before + int(share * count)
+            chunk.total = (before + count) * (done + left) // done
+            yield chunk
+        before += count
+
+
+def chunks_of(
+    work: ShardWork, asked: Asked, entities: ShardInput
+) -> tuple[Iterator[tuple[Chunk, float]], int]:
+    """(chunks of those with an input, and of those that are kept, each with how far it reaches; users in all)."""
+    specs = {name: model.spec for name, model in work.models.items()}
+    usable, histories, features = inputs_of(work.items, entities, specs)
+    # Whoever brings a vector along needs no tower for it.
+    usable["user_tower"] &= ~entities.has_vector
+    rows_of_any = np.flatnonzero(_of_any(usable, histories, specs) | entities.has_vector)
+    copied = Copied.of(asked, entities.hashes, rows_of_any)
+    seen, users = Histories(entities.indptr, entities.ordinals), len(copied.hashes)
+
+    def chunks() -> Iterator[tuple[Chunk, float]]:
+        reached = 0
+        for part, own in copied.parts(work.chunk_users):
+            rows = rows_of_any[own]
+            reached += len(part.hashes)
+            yield (
+                Chunk(
+                    ids=[entities.ids[row] for row in rows.tolist()],
+                    hashes=entities.hashes[rows],
+                    histories=histories.take(rows),
+                    features={
+                        model: {name: column[rows] for name, column in columns.items()}
+                        for model, columns in features.items()
+                    },
+                    usable={model: which[rows] for model, which in usable.items()},
+                    seen=seen.take(rows),
+                    vectors=None if entities.vectors is None else entities.vectors[rows],
+                    copied=part,
+                ),
+                reached / users,
+            )
+
+    return chunks(), users
+
+
+def _note_kept(work: ShardWork, users: int, with_vector: int) -> None:
+    """Counts outputs of users that are copied without being looked at: they were, for the base."""
+    if users:
+        for name in work.models:
+            looked_at = users - (with_vector if name == "user_tower" else 0)
+            work.unusable.looked_at(f"outputs of {name}", looked_at)
+
+
+def _of_any(
+    usable: Mapping[str, NDArray[np.bool_]], histories: Histories, specs: Mapping[str, TowerSpec]
+) -> NDArray[np.bool_]:
+    """bool [users]: at least one model can answer for the user, who also has the history that any of them wants."""
+    found: NDArray[np.bool_] = np.logical_or.reduce(list(usable.values()))
+    if any(each.history is not None for each in specs.values()):
+        found &= np.diff(histories.indptr) > 0
+    return found

@@ -1,0 +1,89 @@
+"""Records of a chunk's users, computed or copied, in hash order."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.records.layout import NO_ITEM
+from precompute.builds.build import cut_of
+from precompute.builds.reuse_fact import REASONS
+from precompute.config.settings import TableConfig
+from precompute.scoring.encoding import Answers, encode
+from precompute.scoring.tables import GrowingFile, PageFile
+from precompute.scoring.users.chunk import Chunk
+from precompute.scoring.users.work import ShardWork
+from precompute.sources.unusable import UNFIT
+
+
+def write(
+    work: ShardWork,
+    chunk: Chunk,
+    files: Mapping[str, PageFile],
+    directory: GrowingFile,
+    reasons: GrowingFile | None,
+) -> None:
+    """Writes a chunk as records, in hash order, those that are copied among them, and the reasons."""
+    for name, table in work.tables.items():
+        files[name].append(_with_copies(work, name, chunk, own_records(work, name, table, chunk)))
+    copied = chunk.copied
+    directory.write(copied.hashes.astype("<u8").tobytes())
+    work.counts["scored"] += len(copied.hashes)
+    why = copied.reasons()
+    for number, name in enumerate(REASONS):
+        work.counts[name] += int((why == number).sum())
+    if reasons is not None:
+        reasons.write(why.tobytes())
+
+
+def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) -> NDArray[Any]:
+    """Records of the chunk's own users."""
+    model = str(table.value) if table.kind == "value" else "user_tower"
+    found: Answers = chunk.outputs[model]
+    has_answer = chunk.answered[model]
+    if table.kind == "user_topk":
+        if not chunk.ids:
+            return np.empty(0, work.layouts[name].dtype)
+        found = chunk.lists.pop(name)
+        if name not in work.allowed:  # under a filter lists are short, and a gate knows how short
+            possible = np.minimum(table.k, work.items.count - np.diff(chunk.seen.indptr))
+            is_short = (found[0] != NO_ITEM).sum(axis=1) < possible
+            work.counts["short"] += int((is_short & has_answer).sum())
+    at = cut_of(work.build.generation)
+    records, unfit = encode(work.layouts[name], chunk.marks, found, has_answer, at)
+    if unfit.any():
+        work.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case)
+    if table.kind != "user_topk" and work.reuse is not None and name in work.reuse.kept.tables:
+        rows = np.flatnonzero(chunk.copied.same >= 0)
+        records[rows] = work.reuse.records(name, chunk.copied.same[rows], at)
+        has_answer = has_answer | (chunk.copied.same >= 0)
+    work.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
+    return records
+
+
+def _with_copies(work: ShardWork, name: str, chunk: Chunk, own: NDArray[Any]) -> NDArray[Any]:
+    """Records of all users of a chunk's range."""
+    copied = chunk.copied
+    others = copied.others
+    if work.reuse is None or not len(others):
+        return own
+    work.unusable.looked_at(f"records of {name}", len(others))
+    at = cut_of(work.build.generation)
+    if len(others) == len(copied.hashes):
+        return work.reuse.records(name, copied.places, at)
+    found = np.empty(len(copied.hashes), own.dtype)
+    found[copied.rows] = own
+    found[others] = work.reuse.records(name, copied.places[others], at)
+    return found
+
+
+def write_seen(work: ShardWork, chunk: Chunk, files: Sequence[GrowingFile]) -> None:
+    """Writes what the users of a chunk's range had, in hash order."""
+    ends, items = files
+    seen, others = chunk.seen, chunk.copied.others
+    if work.reuse is not None and len(others):
+        seen = chunk.copied.together(seen, work.reuse.seen(chunk.copied.places[others]))
+    ends.write((work.counts["seen"] + seen.indptr[1:]).astype("<u8").tobytes())
+    items.write(seen.indices.astype("<u4").tobytes())
+    work.counts["seen"] += int(seen.indptr[-1])

@@ -1,0 +1,72 @@
+"""Scoring the users of one shard: reading, encoding, scoring and writing overlap, a chunk of users at a time."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+from precompute.builds.build import Build
+from precompute.builds.reuse_fact import REASONS
+from precompute.bundles.bundle import Bundle
+from precompute.config.progress import Progress
+from precompute.partitions.catalogue import directory_file
+from precompute.partitions.shard_files import PARTITION
+from precompute.partitions.shard_input import scratch_folder
+from precompute.partitions.stages import Stages
+from precompute.reuse.base import Base
+from precompute.reuse.kept_shard import inputs_file, reasons_file
+from precompute.scoring.shard import Scorers, described
+from precompute.scoring.tables import GrowingFile, PageFile
+from precompute.scoring.users.reading import read_users
+from precompute.scoring.users.records import write, write_seen
+from precompute.scoring.users.work import ShardWork
+
+
+def score_users(
+    build: Build,
+    bundle: Bundle,
+    shard: int,
+    scorers: Scorers,
+    progress: Progress,
+    base: Base | None = None,
+) -> dict[str, Any]:
+    """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
+    started = time.perf_counter()
+    work = ShardWork.of(build, bundle, shard, scorers, base)
+    place, inputs = directory_file("user", shard), inputs_file(shard)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(scratch_folder(build.root / PARTITION))
+        files = {
+            name: stack.enter_context(
+                PageFile(build.path(work.pages(name)), layout, build.config.page_bytes)
+            )
+            for name, layout in work.layouts.items()
+        }
+        directory = stack.enter_context(GrowingFile(build.path(place)))
+        pairs = stack.enter_context(GrowingFile(build.path(inputs)))
+        seen = [stack.enter_context(GrowingFile(build.path(each))) for each in work.seen_files]
+        reasons = None
+        if work.reuse is not None:
+            reasons = stack.enter_context(GrowingFile(build.path(reasons_file(shard))))
+        stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
+        encoded = stages.ahead(work.encoded(stages.ahead(read_users(work, scratch, pairs))))
+        for chunk in stages.ahead(work.scored(encoded)):
+            with work.busy("write"):
+                write(work, chunk, files, directory, reasons)
+                if seen:
+                    write_seen(work, chunk, seen)
+            progress(f"score shard {shard}", chunk.entities, chunk.total)
+    count = work.counts["scored"]
+    return {
+        "entities": work.counts["entities"],
+        "scored": count,
+        "without_input": work.counts["entities"] - count,
+        "short": work.counts["short"],
+        "unusable": work.unusable.to_json(),
+        "seconds": {**work.seconds, "all": time.perf_counter() - started},
+        "reasons": None if work.reuse is None else {name: work.counts[name] for name in REASONS},
+        "directory": asdict(build.describe(place)),
+        "inputs": asdict(build.describe(inputs)),
+        "seen": [asdict(build.describe(each)) for each in work.seen_files],
+        "tables": {name: described(build, work.pages(name), count) for name in work.tables},
+    }

@@ -1,0 +1,201 @@
+"""Work on the users of one shard: what all its chunks share, and the stages that compute: towers, then lists."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.ids import fingerprints
+from cache.format.item_table import ItemTable
+from cache.format.records.layout import Layout
+from precompute.builds.build import Build, fetch_partition
+from precompute.builds.filtered_items import allowed_items
+from precompute.builds.reuse_fact import REASONS
+from precompute.builds.tables import layout_of, metric_of, scored_tables
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.config.settings import TableConfig
+from precompute.partitions.catalogue import VECTORS, open_items
+from precompute.reuse.base import Base
+from precompute.reuse.shard_reuse import ShardReuse
+from precompute.scoring.encoding import finite_rows
+from precompute.scoring.inputs import bind
+from precompute.scoring.shard import Place, Scorers
+from precompute.scoring.towers import AnyTower
+from precompute.scoring.users.chunk import Chunk
+from precompute.sources.unusable import NOT_FINITE, Unusable
+from precompute.topk.topk import AnyScorer
+
+CHUNK_USERS = 16_384
+"""Users scored at once: enough for the matrix product."""
+CHUNK_BYTES = 32 << 20
+"""Bytes that the results of a chunk may take; seven chunks are under way at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardWork:
+    """State that all chunks of one shard share."""
+
+    build: Build
+    number: int
+    items: ItemTable
+    tables: Mapping[str, TableConfig]
+    layouts: Mapping[str, Layout]
+    models: Mapping[str, BundleModel]
+    bundle: Bundle
+    place: Place
+    seconds: dict[str, float]
+    counts: dict[str, int]
+    unusable: Unusable
+    allowed: Mapping[str, NDArray[np.bool_]]
+    """Items that the lists of some tables are of, bool [items]; all of them where a table is not named."""
+    reuse: ShardReuse | None = None
+    """Records of the base that may be copied; None: all are computed."""
+
+    @classmethod
+    def of(
+        cls, build: Build, bundle: Bundle, number: int, scorers: Scorers, base: Base | None = None
+    ) -> "ShardWork":
+        fetch_partition(build, number)
+        build.fetch(VECTORS)
+        begun, place = build.need("begin"), scorers.at(number)
+        tables = scored_tables(build.config, bundle, "user")
+        wanted = {str(each.value) for each in tables.values() if each.kind == "value"}
+        models = {"user_tower": bundle.user_tower, **{each: bundle.values[each] for each in wanted}}
+        items = open_items(build.root, begun, dims=bundle.dims)
+        layouts = {name: layout_of(bundle, table) for name, table in tables.items()}
+        reuse = None
+        if base is not None:
+            reuse = ShardReuse.open(
+                build, base, bundle, number, tables, layouts, items, place.device
+            )
+        return cls(
+            build=build,
+            number=number,
+            items=items,
+            tables=tables,
+            layouts=layouts,
+            models=models,
+            bundle=bundle,
+            place=place,
+            seconds=dict.fromkeys(("read", "tower", "topk", "write"), 0.0),
+            counts=dict.fromkeys(("entities", "scored", "short", "seen", *REASONS), 0),
+            unusable=Unusable(),
+            allowed=allowed_items(build),
+            reuse=reuse,
+        )
+
+    @property
+    def chunk_users(self) -> int:
+        """Number of users in a chunk: at most CHUNK_USERS, fewer where their results would exceed CHUNK_BYTES."""
+        width = 4 * self.bundle.dims + self.record_bytes
+        return max(1, min(CHUNK_USERS, CHUNK_BYTES // width))
+
+    def pages(self, table: str) -> str:
+        return f"tables/{table}/{self.number:04d}.pages"
+
+    @contextmanager
+    def busy(self, stage: str) -> Iterator[None]:
+        """Adds up the time that a stage takes; each runs in one thread."""
+        started = time.perf_counter()
+        yield
+        self.seconds[stage] += time.perf_counter() - started
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one user's records."""
+        return sum(each.size_bytes for each in self.layouts.values())
+
+    def encoded(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Chunks with the outputs of the towers, which are opened while the first chunk is read."""
+        self._towers()
+        yield from map(self.encode, chunks)
+
+    def encode(self, chunk: Chunk) -> Chunk:
+        """Adds the outputs of the towers to a chunk; its features are dropped, nothing needs them after."""
+        chunk.marks = fingerprints(chunk.ids)
+        with self.busy("tower"):
+            towers = self._towers()
+            everybody = np.ones(len(chunk.ids), np.bool_)
+            chunk.outputs["user_tower"] = self._outputs(chunk, "user_tower", everybody)
+            chunk.use_vectors()
+            if self.reuse is not None and chunk.copied.could_stay.any():
+                self._let_stay(chunk, self.reuse)
+            for name in towers:
+                if name != "user_tower":
+                    chunk.outputs[name] = self._outputs(chunk, name, chunk.copied.same < 0)
+        chunk.features = {}
+        return chunk
+
+    def _let_stay(self, chunk: Chunk, reuse: ShardReuse) -> None:
+        """Users whose inputs and lists are as they were, and whose lists nothing can enter, are copied."""
+        rows = np.flatnonzero(chunk.copied.could_stay)
+        vectors, seen = chunk.outputs["user_tower"][rows], chunk.seen.take(rows)
+        enters = np.zeros(len(rows), np.bool_)
+        for name in reuse.lists:
+            enters |= reuse.enters(name, chunk.copied.same[rows], vectors, seen)
+        stays = np.zeros(len(chunk.ids), np.bool_)
+        stays[rows[~enters]] = True
+        for name in self.models:
+            if name != "user_tower":
+                self.unusable.looked_at(f"outputs of {name}", int(stays.sum()))
+        chunk.stay(stays)
+
+    def _outputs(self, chunk: Chunk, name: str, wanted: NDArray[np.bool_]) -> NDArray[np.float32]:
+        """float32 [users, dims], NaN for who lacks an input or is not wanted; what else is not finite is noted."""
+        tower = self._towers()[name]
+        usable, features = chunk.usable[name] & wanted, chunk.features.get(name, {})
+        if usable.all() and len(usable):
+            found = tower.run(bind(tower.spec, histories=chunk.histories, features=features))
+        else:
+            rows = np.flatnonzero(usable)
+            some = {key: values[rows] for key, values in features.items()}
+            found = np.full((len(usable), tower.spec.output_dims), np.nan, np.float32)
+            if len(rows):
+                taken = chunk.histories.take(rows)
+                found[rows] = tower.run(bind(tower.spec, histories=taken, features=some))
+        self.unusable.looked_at(f"outputs of {name}", int((chunk.usable[name]).sum()))
+        chunk.answered[name] = finite_rows(found)
+        if (bad := ~chunk.answered[name] & usable).any():
+            self.unusable.note_rows(f"outputs of {name}", {NOT_FINITE: bad}, chunk.case)
+        return found
+
+    def _towers(self) -> dict[str, AnyTower]:
+        return {name: self.place.tower(self.build, model) for name, model in self.models.items()}
+
+    def scored(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Chunks with the lists of each table of lists; the items are made ready while the first chunk is read."""
+        with self.place.turn:
+            self._scorers()
+        yield from map(self.score, chunks)
+
+    def score(self, chunk: Chunk) -> Chunk:
+        """Adds the lists of each table of lists to a chunk."""
+        if not chunk.ids:
+            return chunk
+        threads = self.build.config.threads or None
+        with self.place.turn, self.busy("topk"):
+            for name, scorer in self._scorers().items():
+                users, k = chunk.outputs["user_tower"], self.tables[name].k
+                if not (answered := chunk.answered["user_tower"]).all():  # theirs is left out
+                    users = np.where(answered[:, None], users, np.float32(0))
+                chunk.lists[name] = scorer.top(
+                    users, k, chunk.seen, allowed=self.allowed.get(name), threads=threads
+                )
+        return chunk
+
+    def _scorers(self) -> dict[str, AnyScorer]:
+        return {
+            name: self.place.of(self.items, metric_of(self.bundle, table))
+            for name, table in self.tables.items()
+            if table.kind == "user_topk"
+        }
+
+    @property
+    def seen_files(self) -> tuple[str, ...]:
+        """Files of what users had, which filters leave out: where each one's items end, and the items; none without."""
+        if not self.build.config.sources.item_attributes:
+            return ()
+        return tuple(f"seen/{self.number:04d}.{part}" for part in ("ends", "items"))

@@ -1,0 +1,1 @@
+"""The bench of nights that compute only what changed."""

@@ -1,0 +1,213 @@
+"""A month of nights that copy what did not change, each beside a full night over the same inputs."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from cache.format.manifest import EntityKind
+from cache.store.artefacts import generation_path
+from precompute.builds.build import Build, shard_report
+from precompute.config.settings import NightConfig
+from precompute.erasures.erasure import request
+from precompute.steps import begin, embed_items, score
+from tests.integration import nights
+
+COMPARED = ("tables", "directory", "items", "seen")
+"""Folders of a generation that must have the same bytes, beside the defaults."""
+SAID = (
+    "users",
+    "interactions",
+    "unknown_items",
+    "late",
+    "user_seed",
+    "item_seed",
+    "unusable",
+    "items_without_vector",
+)
+SHARD_SAID = ("entities", "scored", "without_input", "short", "unusable")
+FIRST = datetime.fromisoformat(nights.UNTIL)
+
+
+@dataclass(slots=True)
+class Month:
+    """Inputs that change from night to night, and two configurations of the same nights over them."""
+
+    config: NightConfig
+    full: NightConfig
+    rng: np.random.Generator
+    night: int = 0
+    gone: list[dict[str, Any]] = field(default_factory=list)
+    _retired: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, config: NightConfig, full_redis: str, seed: int) -> "Month":
+        """Months over what `nights.prepare` made, its interactions cut off at the first night."""
+        folder = config.path("interactions")
+        folder.mkdir()
+        whole = pq.read_table(config.path("interactions.parquet"))
+        first = whole.filter(pc.less(whole["timestamp"], pa.scalar(FIRST, whole["timestamp"].type)))
+        pq.write_table(first, folder / "day-000.parquet")
+        config = replace(config, sources=replace(config.sources, interactions=("interactions",)))
+        full = replace(
+            config, artifacts="full", state="full-state", redis_url=full_redis, reuse="off"
+        )
+        return cls(config, full, np.random.default_rng(seed))
+
+    @property
+    def cut(self) -> datetime:
+        """The cut of the night that comes."""
+        return FIRST + timedelta(days=self.night)
+
+    def file(self, night: int) -> Path:
+        """Interactions of the day before a night."""
+        return self.config.path(f"interactions/day-{night:03d}.parquet")
+
+    def ids(self, name: str) -> list[str]:
+        """Users of the first day, or items of the catalogue."""
+        if name == "user":
+            return sorted(set(pq.read_table(self.file(0))["user"].to_pylist()))
+        found: list[str] = pq.read_table(self.config.path("items.parquet"))["item"].to_pylist()
+        return found
+
+    def clicks(
+        self, users: list[str], items: list[str], *, at: list[datetime] | None = None
+    ) -> None:
+        """One file of a day's interactions."""
+        start = self.cut - timedelta(days=1)
+        times = at or [
+            start + timedelta(seconds=int(each))
+            for each in self.rng.integers(86_400, size=len(users))
+        ]
+        kind = pq.read_schema(self.file(0)).field("timestamp").type
+        table = pa.table({"user": users, "item": items, "timestamp": pa.array(times, kind)})
+        pq.write_table(table, self.file(self.night))
+
+    def a_day(self, share: float = 0.1, new_users: int = 1) -> None:
+        """A tenth of the users, by Zipf, click on a few items, by Zipf as well."""
+        users, items = self.ids("user"), self.ids("item")
+        weights = 1 / np.arange(1, len(users) + 1)
+        active = self.rng.choice(
+            users, max(1, int(share * len(users))), replace=False, p=weights / weights.sum()
+        )
+        rows = [
+            (user, items[int(len(items) * self.rng.random() ** 2)])
+            for user in active
+            for _ in range(self.rng.integers(1, 4))
+        ]
+        rows += [(f"new-{self.night}-{number}", items[0]) for number in range(new_users)]
+        self.clicks([user for user, _ in rows], [item for _, item in rows])
+
+    def lose_items(self, count: int) -> None:
+        """Items leave the catalogue."""
+        table = pq.read_table(self.config.path("items.parquet"))
+        rows = self.rng.choice(len(table), count, replace=False)
+        self.gone += table.take(pa.array(rows)).to_pylist()
+        kept = np.setdiff1d(np.arange(len(table)), rows)
+        pq.write_table(table.take(pa.array(kept)), self.config.path("items.parquet"))
+
+    def bring_items_back(self, count: int) -> None:
+        """Items that left are there again."""
+        table = pq.read_table(self.config.path("items.parquet"))
+        back, self.gone = self.gone[:count], self.gone[count:]
+        if back:
+            more = pa.Table.from_pylist(back, schema=table.schema)
+            pq.write_table(pa.concat_tables([table, more]), self.config.path("items.parquet"))
+
+    def shorten(self, night: int) -> None:
+        """A third of the rows of an earlier day are gone."""
+        table = pq.read_table(self.file(night))
+        kept = self.rng.random(len(table)) > 0.3
+        pq.write_table(table.filter(pa.array(kept)), self.file(night))
+
+    def erase(self, name: str, kind: EntityKind) -> None:
+        """Somebody asked for it."""
+        for config in (self.config, self.full):
+            request(config.store(), name.encode(), kind, at=0.0)
+
+    def publish(self) -> str:
+        """The night that copies; its generation, which is live."""
+        return nights.publish_night(self.config, self.cut.isoformat())
+
+    def compute(self) -> str:
+        """The full night, up to its pages."""
+        build = begin.run(self.full, data_until=self.cut.isoformat(), run_after=None)
+        embed_items.run(self.full, build)
+        score.run(self.full, build, build["shards"])
+        return str(build["generation"])
+
+    def differences(self, generation: str, full: str) -> list[str]:
+        """Everything in which two generations differ."""
+        if generation != full:
+            return [f"{generation} is not {full}"]
+        ours, theirs = (Build(each, each.store(), generation) for each in (self.config, self.full))
+        found = [
+            name
+            for name in files_of(ours.root, theirs.root)
+            if not same_file(ours.root / name, theirs.root / name)
+        ]
+        found += told("begin", ours.need("begin"), theirs.need("begin"), SAID)
+        for shard in range(self.config.shards):
+            mine, other = (each.need(shard_report(shard)) for each in (ours, theirs))
+            found += told(f"shard {shard}", mine["users"], other["users"], SHARD_SAID)
+            found += told(f"items {shard}", mine["items"], other["items"], ("scored", "unusable"))
+        return found
+
+    def reasons(self, generation: str) -> dict[str, int]:
+        """Users by reason."""
+        build = Build(self.config, self.config.store(), generation)
+        found: dict[str, int] = {}
+        for shard in range(self.config.shards):
+            users = build.need(shard_report(shard))["users"]
+            for name, count in (users["reasons"] or {"all": users["scored"]}).items():
+                found[name] = found.get(name, 0) + count
+        return found
+
+
+def files_of(*roots: Path) -> Iterator[str]:
+    """Files of generations that are compared, by name."""
+    names = {"defaults.json"}
+    for root in roots:
+        for folder in COMPARED:
+            names |= {
+                each.relative_to(root).as_posix()
+                for each in (root / folder).rglob("*")
+                if each.is_file()
+            }
+    yield from sorted(names)
+
+
+def same_file(ours: Path, theirs: Path) -> bool:
+    """True if both are there with the same bytes."""
+    return ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes()
+
+
+def told(
+    where: str, ours: dict[str, Any], theirs: dict[str, Any], names: tuple[str, ...]
+) -> list[str]:
+    """Differences of two reports in these fields."""
+    return [
+        f"{where}: {name} is {ours.get(name)}, in full {theirs.get(name)}"
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def spoil(config: NightConfig, generation: str, name: str) -> None:
+    """Turns a bit of a generation's file on disk."""
+    path = config.store().local(generation_path(generation, name))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    beside = path.with_suffix(".spoilt")
+    beside.write_bytes(data)
+    shutil.move(beside, path)
+
+
+__all__ = ["UTC", "Month", "spoil"]
