@@ -61,6 +61,7 @@ class ShardReuse:
     broken: NDArray[np.bool_]
     """Mask [records] of the users with a list that cannot be copied, whatever their inputs."""
     item_vectors: NDArray[np.float32]
+    is_same_bundle: bool
     touched: Digests | None
     """Hashes of the users whose inputs have to be read, sorted; None for all."""
 
@@ -77,6 +78,8 @@ class ShardReuse:
         device: str | None,
     ) -> Self | None:
         """What the base has for one shard of users, None if nothing of it can be copied."""
+        if base.begun["user_seed"] != made.need("begin")["user_seed"]:
+            return None  # their hashes are of other users
         fitting = _fitting(made, base, bundle, tables)
         stored = {
             name: base.manifest.stored[name] for name in fitting if name in base.manifest.stored
@@ -109,7 +112,7 @@ class ShardReuse:
             broken[:] = True
         hashes = np.ascontiguousarray(kept.pairs["hash"][kept.places >= 0])
         touched = None if _enters(rules) else _touched(made, shard, hashes[broken])
-        return cls(kept, changes, rules, broken, np.asarray(items.vectors), touched)
+        return cls(kept, changes, rules, broken, np.asarray(items.vectors), base.has_lists, touched)
 
     @property
     def needs_vectors(self) -> bool:
@@ -124,7 +127,7 @@ class ShardReuse:
         is_equal = at >= 0
         is_equal[is_equal] = self.kept.pairs["digest"][at[is_equal]] == digests[is_equal]
         same = np.where(is_equal, self.kept.places[at], -1)
-        had_none = is_equal & (same < 0)  # and so has none now
+        had_none = is_equal & (same < 0) & self.is_same_bundle  # and so has none now
         stays = same >= 0
         stays[stays] = ~self.broken[same[stays]]
         same[same >= 0] = np.where(self.kept.whole[same[same >= 0]], same[same >= 0], -1)
