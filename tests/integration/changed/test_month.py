@@ -1,0 +1,88 @@
+"""A month of nights that compute only what changed: every one has the bytes of a full night over the same inputs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.integration.changed import events
+from tests.integration.changed.events import Event, check
+from tests.integration.changed.month import Month
+from tests.integration.changed.worlds import WORLDS
+
+Nights = Sequence[tuple[Event, ...]]
+
+USUAL = (events.USUAL,)
+QUICK: dict[str, Nights] = {
+    "reference": (
+        (events.USUAL, events.GONE, events.STOCK),
+        (events.USUAL, events.RETURNED, events.BAD_PAGES),
+        (events.REWRITTEN, events.IN_BETWEEN, events.ERASED_USER, events.ERASED_ITEM),
+        (events.ROLLED_BACK, events.BAD_DIGESTS, events.LATE_ROWS),
+        (events.RETRAINED, events.AFTER_LATE_ROWS),
+        (events.OTHER_K, events.AVID_DAY),
+    ),
+    "features": (
+        (events.USUAL, events.LOOKS, events.NAMED_EARLY),
+        (events.NOTHING,),
+        (events.MOOD, events.COUNTRY),
+        (events.NEW_ITEMS, events.NAMED_COMES, events.SCENT),
+        (events.OTHER_TOWER,),
+        (events.USUAL, events.BAD_PARTITION),
+    ),
+    "vectors": (
+        (events.USUAL,),
+        (events.VECTORS, events.GONE),
+    ),
+}  # fmt: skip
+STORM: dict[str, Nights] = {
+    "reference": (
+        USUAL, (events.NOTHING,), (events.USUAL, events.GONE), USUAL, (events.USUAL, events.RETURNED),
+        (events.STOCK,), (events.USUAL, events.STOCK), (events.REWRITTEN,), (events.USUAL, events.IN_BETWEEN),
+        (events.ERASED_USER,), USUAL, (events.ERASED_ITEM,), USUAL, (events.USUAL, events.ROLLED_BACK),
+        (events.USUAL, events.RETRAINED), USUAL, (events.OTHER_K,), USUAL, (events.AVID_DAY,), USUAL,
+        (events.USUAL, events.LATE_ROWS), (events.USUAL, events.AFTER_LATE_ROWS), USUAL,
+        (events.USUAL, events.BAD_PAGES), (events.USUAL, events.BAD_PARTITION), (events.BAD_DIGESTS,),
+        (events.BAD_ATTRIBUTES,), (events.USUAL, events.GONE, events.STOCK), (events.RETURNED,), USUAL,
+    ),
+    "features": (
+        USUAL, (events.LOOKS,), (events.USUAL, events.LOOKS), (events.NEW_ITEMS,), (events.USUAL, events.NEW_ITEMS),
+        (events.MOOD,), USUAL, (events.COUNTRY,), (events.USUAL, events.COUNTRY, events.MOOD), (events.SCENT,), USUAL,
+        (events.USUAL, events.NAMED_EARLY), (events.NAMED_COMES,), (events.MANY_NEW_ITEMS,), USUAL, (events.GONE,),
+        (events.USUAL, events.RETURNED), (events.OTHER_TOWER,), USUAL, (events.ERASED_ITEM,), (events.ERASED_USER,),
+        (events.REWRITTEN, events.LOOKS), USUAL, (events.ROLLED_BACK, events.LOOKS), (events.BAD_PARTITION,),
+        (events.USUAL, events.BAD_DIGESTS), (events.OTHER_K,), USUAL, (events.AVID_DAY,), (events.NOTHING,),
+    ),
+    "vectors": (
+        USUAL, (events.VECTORS,), (events.USUAL, events.GONE), (events.RETURNED,), USUAL,
+        (events.VECTORS, events.REWRITTEN), (events.ERASED_USER,), (events.NOTHING,),
+        (events.RETRAINED_BESIDE_TABLES,), USUAL,
+    ) * 3,
+}  # fmt: skip
+
+
+def run(month: Month, nights: Nights) -> None:
+    """A first night, and then these."""
+    assert month.differences(month.publish(), month.compute()) == []
+    for number, happened in enumerate(nights, 1):
+        month.night = number
+        for each in happened:
+            each.happen(month)
+        generation = month.publish()
+        assert month.differences(generation, month.compute()) == [], (number, happened)
+        check(month, generation, happened)
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_a_few_nights_have_the_bytes_of_full_ones(
+    kind: str, tmp_path: Path, redis_url: str, seed: int
+) -> None:
+    run(WORLDS[kind](tmp_path / "night", redis_url, seed), QUICK[kind])
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("kind", STORM)
+def test_a_month_of_nights_has_the_bytes_of_full_ones(
+    kind: str, tmp_path: Path, redis_url: str, seed: int
+) -> None:
+    run(WORLDS[kind](tmp_path / "night", redis_url, seed), STORM[kind])
