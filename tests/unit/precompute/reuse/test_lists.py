@@ -150,9 +150,7 @@ def test_the_floor_is_below_every_score_that_a_half_stands_for() -> None:
     assert_below(np.stack([np.full(len(last), 20_000, np.float32), last], axis=1), "f2")
 
 
-@given(
-    st.integers(0, 2**32 - 1), st.integers(-90, 90), st.sampled_from(PRECISIONS), st.booleans()
-)
+@given(st.integers(0, 2**32 - 1), st.integers(-90, 90), st.sampled_from(PRECISIONS), st.booleans())
 def test_the_floor_is_below_every_score(
     seed: int, power: int, precision: Precision, falls: bool
 ) -> None:
