@@ -52,7 +52,7 @@ def nothing(month: Month) -> None:
 
 def avid_day(month: Month) -> None:
     """One user, of whom a night takes some items only, clicks on many, beside an odd row or two."""
-    items = [str(each) for each in month.rng.permutation(month.ids("item"))[:20]]
+    items = [str(each) for each in month.rng.permutation(month.ids("item"))[:60]]
     users: list[str | None] = [AVID] * len(items)
     file = month.file(month.night).with_name(f"day-{month.night:03d}-avid.parquet")
     month.clicks([*users, None, "x" * 300], [*items, *items[:2]], file=file)

@@ -24,6 +24,8 @@ from tests.integration.feature_towers import (
 )
 
 K: Final = 10
+RARE: Final = "rare"
+"""Brand of few items."""
 LISTS: Final = ("user_topk", "item_similar")
 LENIENT: Final = GateThresholds(
     unusable_rows=1.0, coverage_of_source=0.0, coverage_of_live=0.0, items_of_live=0.0, empty_lists=1.0,
@@ -46,10 +48,15 @@ def reference(
 ) -> Month:
     """Month of the reference bundle, with lists under a filter by an attribute of items."""
     config = prepared(folder, redis_url, users=users, items=items)
-    add_columns(config, "items.parquet", stock=[number % 3 > 0 for number in range(items)])
-    sources = replace(config.sources, item_attributes=("stock", "category"))
-    in_stock = {"in_stock": FilterConfig({"==": ["stock", True]}, LISTS)}
-    config = replace(config, sources=sources, filters=in_stock)
+    add_columns(
+        config,
+        "items.parquet",
+        stock=[number % 3 > 0 for number in range(items)],
+        brand=["usual" if number % 13 else RARE for number in range(items)],
+    )
+    sources = replace(config.sources, item_attributes=("stock", "brand"))
+    filters = {"in_stock": FilterConfig({"==": ["stock", True]}, LISTS)}
+    config = replace(config, sources=sources, filters=filters)
     return Month.of(config, beside(redis_url), seed)
 
 
