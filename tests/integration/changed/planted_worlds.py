@@ -14,7 +14,7 @@ from precompute.config.settings import FilterConfig
 from tests.integration.changed import events
 from tests.integration.changed.month import Month
 from tests.integration.changed.prepared import Prepared
-from tests.integration.changed.worlds import LISTS, RARE, features, reference
+from tests.integration.changed.worlds import LISTS, RARE, features, reference, vectors
 
 SEED: Final = 20_260_131
 
@@ -76,8 +76,14 @@ def prepared(folder: Callable[[], Path], redis_url: str) -> dict[str, Prepared]:
         ),
         "filters": Prepared.of(
             reference(folder(), redis_url, SEED),
-            [events.AVID_DAY],
-            [events.USUAL, events.GONE, events.Event(turned("usual")), events.Event(unclicked)],
+            [],
+            [events.USUAL, events.GONE, events.Event(turned("usual"))],
+        ),
+        "histories": Prepared.of(
+            reference(folder(), redis_url, SEED), [events.AVID_DAY], [events.Event(unclicked)]
+        ),
+        "vectors": Prepared.of(
+            vectors(folder(), redis_url, SEED), [], [events.USUAL, events.GONE, events.VECTORS]
         ),
         "places": Prepared.of(
             with_few(reference(folder(), redis_url, SEED)),

@@ -35,7 +35,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Prepared:
     """A base, and a day after it on which an item left."""
     folder = tmp_path_factory.mktemp("damaged") / "night"
     month = reference(folder, redis_url, 7, users=120)
-    return Prepared.of(month, [], [events.USUAL, events.GONE])
+    return Prepared.of(month, [events.NAMED_EARLY], [events.USUAL, events.GONE])
 
 
 def gone(month: Month, name: str) -> None:
@@ -58,8 +58,9 @@ def cut(month: Month, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [(name, how) for how in (bit, gone) for name in FILES]
-    + [(name, how) for how in (cut, gone) for name in REPORTS],
+    [(name, bit) for name in FILES]
+    + [(name, how) for how in (cut, gone) for name in REPORTS]
+    + [pytest.param(name, gone, marks=pytest.mark.storm) for name in FILES],
 )
 def test_a_night_over_a_damaged_base_is_as_a_full_one(
     name: str, how: Callable[[Month, str], None], world: Prepared, tmp_path: Path

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.integration.changed import events
 from tests.integration.changed.events import Event, check
 from tests.integration.changed.month import Month
-from tests.integration.changed.worlds import WORLDS
+from tests.integration.changed.worlds import WORLDS, features
 
 Nights = Sequence[tuple[Event, ...]]
 
@@ -30,11 +32,8 @@ QUICK: dict[str, Nights] = {
         (events.OTHER_TOWER,),
         (events.USUAL, events.BAD_PARTITION),
     ),
-    "vectors": (
-        (events.USUAL,),
-        (events.VECTORS, events.GONE),
-    ),
 }  # fmt: skip
+"""Nights with all kinds of events, but vectors of users, of which `test_planted` has one."""
 STORM: dict[str, Nights] = {
     "reference": (
         USUAL, (events.NOTHING,), (events.USUAL, events.GONE), USUAL, (events.USUAL, events.RETURNED),
@@ -78,6 +77,20 @@ def test_a_few_nights_have_the_bytes_of_full_ones(
     kind: str, tmp_path: Path, redis_url: str, seed: int
 ) -> None:
     run(WORLDS[kind](tmp_path / "night", redis_url, seed), QUICK[kind])
+
+
+def test_a_bundle_without_features_takes_no_table_of_them_over(
+    tmp_path: Path, redis_url: str, seed: int
+) -> None:
+    """Else who is known by features alone would be among its users."""
+    month = features(tmp_path / "night", redis_url, seed, users=60, items=40)
+    tables = {name: each for name, each in month.config.tables.items() if each.kind != "value"}
+    month.configure(tables=tables)
+    table = pq.read_table(month.config.path("users.parquet"))
+    alone = table.slice(0, 3).set_column(0, "user", pa.array(["a", "b", "c"]))
+    pq.write_table(pa.concat_tables([table, alone]), month.config.path("users.parquet"))
+
+    run(month, [(events.RETRAINED_BESIDE_TABLES,)])
 
 
 @pytest.mark.storm
