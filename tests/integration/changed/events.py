@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from cache.format.manifest import EntityKind
 from precompute.builds.reuse_fact import ENTERED, INPUTS, LOST, REASONS
+from precompute.config.settings import TableConfig
 from precompute.operations.train import train_reference
 from precompute.partitions.item_attributes import FOLDER
 from precompute.reuse.base import BUNDLE, SETTINGS
@@ -188,7 +189,7 @@ def other_user_tower(month: Month) -> None:
 def other_k(month: Month) -> None:
     """Lists of one item more."""
     tables = month.config.tables
-    longer = nights.TableConfig("user_topk", k=tables["user_topk"].k + 1)
+    longer = TableConfig("user_topk", k=tables["user_topk"].k + 1)
     month.configure(tables={**tables, "user_topk": longer})
 
 
@@ -211,9 +212,9 @@ AFTER_LATE_ROWS = Event(nothing, reads=LATE)
 IN_BETWEEN = Event(in_between, reads=FILES, computed=(INPUTS,))
 REWRITTEN = Event(rewritten, reads=FILES, computed=(INPUTS,))
 GONE = Event(items_gone, computed=(LOST,))
-RETURNED = Event(items_back, reads=BACK, computed=(INPUTS,))
+RETURNED = Event(items_back, reads=BACK)
 ERASED_USER = Event(erased("user"), reads=ERASED)
-ERASED_ITEM = Event(erased("item"), reads=ERASED, computed=(INPUTS, LOST))
+ERASED_ITEM = Event(erased("item"), reads=ERASED)
 STOCK = Event(other_column("items.parquet", "stock", 0.02, stock))
 ROLLED_BACK = Event(rolled_back)
 RETRAINED = Event(retrained, why=BUNDLE, copies=False)

@@ -1,7 +1,6 @@
 """An earlier partition that is taken over, and the files after it: as if all had been read."""
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,7 @@ def write(root: Path, number: int, clicks: Clicks) -> None:
     pq.write_table(pa.table(table), root / f"clicks/day-{number}.parquet")
 
 
-def shown(counted: Any) -> Mapping[str, Any]:
+def shown(counted: Any) -> dict[str, Any]:
     return {
         name: each.tolist() if isinstance(each := getattr(counted, name), np.ndarray) else each
         for name in ("interactions", "unknown_items", "popularity", "late")

@@ -28,12 +28,14 @@ def alone(given: Inputs) -> NDArray[np.float32]:
 
 def with_mean(given: Inputs) -> NDArray[np.float32]:
     found = alone(given)
-    return found + found.mean(axis=0)
+    found += found.mean(axis=0)
+    return found
 
 
 def with_largest(given: Inputs) -> NDArray[np.float32]:
     found = alone(given)
-    return found / np.abs(found).max()  # as dynamic int8 does
+    found /= np.abs(found).max()  # as dynamic int8 does
+    return found
 
 
 def with_count(given: Inputs) -> NDArray[np.float32]:
