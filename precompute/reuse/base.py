@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cache.errors import CorruptArtefact, LarderError, StoreError
 from cache.format.manifest import GENERATION, Artefact, Manifest
 from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build
+from precompute.builds.filtered_items import allowed_items
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.control.states import State
@@ -65,6 +69,24 @@ class Base:
         if noted is None:
             raise CorruptArtefact(f"{self.generation} has no {name}", path=name)
         return self.fetch(Artefact(name, **noted))
+
+    def report(self, name: str) -> Mapping[str, Any]:
+        """Report of a step of it, empty if there is none; raises CorruptArtefact for one that cannot be read."""
+        try:
+            return self.build.read_report(name) or {}
+        except StoreError:
+            raise
+        except (LarderError, ValueError) as error:
+            raise CorruptArtefact(
+                f"work/{name}.json of {self.generation} cannot be read: {error}", path=name
+            ) from error
+
+    def allowed_items(self) -> dict[str, NDArray[np.bool_]]:
+        """Items that its lists under filters were of, by table; raises CorruptArtefact for a damaged attribute."""
+        for attribute in self.manifest.items.attributes.values():
+            for artefact in attribute.parts().values():
+                self.fetch(artefact)
+        return allowed_items(self.build)
 
     def model_digest(self, name: str) -> str | None:
         """Digest of a model of its bundle, None where it had none of this name."""

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
-from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, parse_time
 from precompute.erasures.erasure import Erased
 from precompute.partitions.catalogue import item_texts
@@ -71,7 +70,6 @@ def user_tables(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> lis
 def earlier_partition(
     base: Base,
     config: NightConfig,
-    bundle: Bundle,
     items: ItemTable,
     inputs: Sequence[Mapping[str, Any]],
     *,
@@ -90,9 +88,9 @@ def earlier_partition(
     ours = [each["sha256"] for each in inputs[: interaction_files(config, inputs)]]
     if [each["sha256"] for each in before[:files]] != ours[:files]:
         return None, FILES
-    wants_table = any(model.spec.features for model in bundle.models if model.entity == "user")
+    has_table = bool(config.sources.user_features or config.sources.user_vectors)
     if user_tables(config, before) != user_tables(config, inputs) or (
-        (wants_table or config.sources.user_vectors) and not base.has_lists
+        has_table and not base.has_lists  # another bundle wants other columns of it, or none
     ):
         return None, TABLES
     try:

@@ -60,7 +60,7 @@ def item_records(
     if base is None or not embedded["changes"] or not tables:
         return None
     try:
-        report = base.build.read_report(shard_report(shard)) or {}
+        report = base.report(shard_report(shard))
         if report.get("computed_by") != computed_by(device):
             return None
         changes, begun = ItemChanges.open(made), made.need("begin")
@@ -75,7 +75,7 @@ def item_records(
         records: dict[str, NDArray[Any]] = {}
         places: dict[str, NDArray[np.int64]] = {}
         now = allowed_items(made)
-        was = allowed_items(base.build) if now else {}
+        was = base.allowed_items() if now else {}
         for name, table in tables.items():
             stored = base.manifest.stored.get(name)
             if stored is None or stored.layout != layout_of(bundle, table):

@@ -116,7 +116,7 @@ class KeptVectors:
         if base is None or base.manifest.items.dims != bundle.dims:
             return None
         try:
-            embedded = base.build.read_report("embed_items") or {}
+            embedded = base.report("embed_items")
             if embedded.get("computed_by") != computed_by(device):
                 return None
             before = base_items(base)

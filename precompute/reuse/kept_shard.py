@@ -51,7 +51,7 @@ class KeptShard:
     ) -> Self | None:
         """The base's shard, every file verified; None where one is damaged or gone, or other programs made it."""
         try:
-            report = base.build.read_report(shard_report(shard)) or {}
+            report = base.report(shard_report(shard))
             users = report.get("users", {})
             if report.get("computed_by") != computed_by or users.get("short"):
                 return None

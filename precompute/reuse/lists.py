@@ -17,12 +17,15 @@ ENTERING_MAX: Final = 1 / 16
 
 _ITEMS_AT_ONCE = 1024
 _LISTS_AT_ONCE = 1 << 14
-_ROUNDING = 2.0**-23 * 1.01
-"""Two float32 sums of d products differ by at most 2 * d * 2**-24 * |user| * |item|, and a little of second order."""
-_SHORT = 1e-30
-"""Product of two lengths from which on no float32 in between vanishes."""
-_MORE_STEPS = 16
-"""Roundings beside the sum: of lengths and of their quotient, for cosine."""
+_ROUNDING = 2.0**-24 * 1.01
+"""A float32 sum of d products is off by at most d * 2**-24 * |user| * |item|, and a little of second order."""
+_SUMS: Final[dict[Metric, int]] = {"inner_product": 2, "cosine": 3}
+"""Such sums between the score that is bounded and the one that is stored: both products; for cosine half of each
+square, too."""
+_MORE_STEPS = 32
+"""Roundings beside the sums: of lengths and of their quotient, for cosine."""
+_PLAIN: Final = (1e-15, 1e18)
+"""Lengths of vectors between which no square, and no sum of products in any order, vanishes or overflows in float32."""
 
 
 def holds_lost(records: NDArray[Any], lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -80,17 +83,23 @@ def could_enter(
         )
         sizes = np.sqrt(np.einsum("nd,nd->n", some, some, dtype=np.float64))
         scores = (vectors @ some.T).astype(np.float64)
-        margins = (dims + _MORE_STEPS) * _ROUNDING * lengths[:, None] * sizes
+        both = lengths[:, None] * sizes
+        margins = (_SUMS[metric] * dims + _MORE_STEPS) * _ROUNDING * both
         if metric == "cosine":
-            both = lengths[:, None] * sizes
             scores, margins = (
-                np.divide(each, both, out=np.full_like(each, np.inf), where=both > _SHORT)
+                np.divide(each, both, out=np.zeros_like(each), where=both > 0)
                 for each in (scores, margins)
             )
-        rows, columns = np.nonzero(~(scores + margins < floor[:, None]))
+        is_bounded = _are_plain(lengths)[:, None] & _are_plain(sizes) | (both == 0)
+        rows, columns = np.nonzero(~(is_bounded & (scores + margins < floor[:, None])))
         if len(rows):
             pairs = rows * np.int64(1 << 32) + numbers[columns]
             known = np.isin(seen.indices, numbers)
             has = owners[known] * np.int64(1 << 32) + seen.indices[known]
             found[rows[~np.isin(pairs, has)]] = True
+    return found
+
+
+def _are_plain(lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = (lengths > _PLAIN[0]) & (lengths < _PLAIN[1])
     return found

@@ -96,7 +96,10 @@ class ShardReuse:
         broken, rules = ~kept.whole, dict[str, ListRule]()
         if changes is not None and lists.keys() <= stored.keys():
             now = allowed_items(made)
-            before = allowed_items(base.build) if now else {}
+            try:
+                before = base.allowed_items() if now else {}
+            except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
+                return None
             for name, table in lists.items():
                 rules[name] = ListRule.of(
                     layouts[name],

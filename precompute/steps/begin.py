@@ -220,7 +220,7 @@ def _prepare(
         earlier, all_read = None, why
         if base is not None:
             earlier, all_read = earlier_partition(
-                base, config, bundle, items, facts["inputs"], cut=cut, erased=erased
+                base, config, items, facts["inputs"], cut=cut, erased=erased
             )
         seen = partition(
             config,

@@ -1,9 +1,9 @@
 """A month of nights that copy what did not change, each beside a full night over the same inputs."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ class Month:
     rng: np.random.Generator
     night: int = 0
     gone: list[dict[str, Any]] = field(default_factory=list)
-    _retired: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    """Generations that were published, the newest last."""
 
     @classmethod
     def of(cls, config: NightConfig, full_redis: str, seed: int) -> "Month":
@@ -77,8 +78,17 @@ class Month:
         found: list[str] = pq.read_table(self.config.path("items.parquet"))["item"].to_pylist()
         return found
 
+    def configure(self, **changes: Any) -> None:
+        """Other settings, of both nights."""
+        self.config, self.full = (replace(each, **changes) for each in (self.config, self.full))
+
     def clicks(
-        self, users: list[str], items: list[str], *, at: list[datetime] | None = None
+        self,
+        users: Sequence[str | None],
+        items: Sequence[str],
+        *,
+        at: Sequence[datetime] | None = None,
+        file: Path | None = None,
     ) -> None:
         """One file of a day's interactions."""
         start = self.cut - timedelta(days=1)
@@ -88,7 +98,7 @@ class Month:
         ]
         kind = pq.read_schema(self.file(0)).field("timestamp").type
         table = pa.table({"user": users, "item": items, "timestamp": pa.array(times, kind)})
-        pq.write_table(table, self.file(self.night))
+        pq.write_table(table, file or self.file(self.night))
 
     def a_day(self, share: float = 0.1, new_users: int = 1) -> None:
         """A tenth of the users, by Zipf, click on a few items, by Zipf as well."""
@@ -134,14 +144,20 @@ class Month:
 
     def publish(self) -> str:
         """The night that copies; its generation, which is live."""
-        return nights.publish_night(self.config, self.cut.isoformat())
+        self.made.append(nights.publish_night(self.config, self.cut.isoformat()))
+        return self.made[-1]
+
+    def score(self) -> str:
+        """The night that copies, up to its pages."""
+        return scored(self.config, self.cut)
 
     def compute(self) -> str:
         """The full night, up to its pages."""
-        build = begin.run(self.full, data_until=self.cut.isoformat(), run_after=None)
-        embed_items.run(self.full, build)
-        score.run(self.full, build, build["shards"])
-        return str(build["generation"])
+        return scored(self.full, self.cut)
+
+    def build(self, generation: str) -> Build:
+        """A generation of the nights that copy."""
+        return Build(self.config, self.config.store(), generation)
 
     def differences(self, generation: str, full: str) -> list[str]:
         """Everything in which two generations differ."""
@@ -162,13 +178,21 @@ class Month:
 
     def reasons(self, generation: str) -> dict[str, int]:
         """Users by reason."""
-        build = Build(self.config, self.config.store(), generation)
+        build = self.build(generation)
         found: dict[str, int] = {}
         for shard in range(self.config.shards):
             users = build.need(shard_report(shard))["users"]
             for name, count in (users["reasons"] or {"all": users["scored"]}).items():
                 found[name] = found.get(name, 0) + count
         return found
+
+
+def scored(config: NightConfig, cut: datetime) -> str:
+    """A night with this cut up to its pages; its generation."""
+    build = begin.run(config, data_until=cut.isoformat(), run_after=None)
+    embed_items.run(config, build)
+    score.run(config, build, build["shards"])
+    return str(build["generation"])
 
 
 def files_of(*roots: Path) -> Iterator[str]:
@@ -208,6 +232,3 @@ def spoil(config: NightConfig, generation: str, name: str) -> None:
     beside = path.with_suffix(".spoilt")
     beside.write_bytes(data)
     shutil.move(beside, path)
-
-
-__all__ = ["UTC", "Month", "spoil"]

@@ -18,13 +18,13 @@ from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import write_bundle
 from precompute.config.settings import NightConfig, TableConfig
 from serving.client import AsyncClient, Entity
-from tests.integration.night.test_features import (
+from tests.integration.feature_towers import (
     DIMS,
     from_history_and_country,
     from_looks,
+    from_mood,
     vectors_column,
 )
-from tests.integration.night.test_unusable_rows import from_mood
 from tests.integration.nights import NEXT, histories, prepare, publish_night
 from tests.integration.serving_app import BASE, Running, serving
 

@@ -1,26 +1,19 @@
 """Bundles whose towers take feature columns: through the whole night, and answered live afterwards."""
 
-import shutil
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import Refused, SourceError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.records.codec import decode
 from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
-from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import sha256_of
-from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_writer import ModelFile, write_bundle
-from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import TableConfig
 from precompute.gates.rules import skew
 from precompute.partitions import catalogue
@@ -30,79 +23,18 @@ from precompute.planning.forecast import PlanParameters, forecast
 from precompute.sources.unusable import Unusable, ids_in
 from precompute.steps import begin, embed_items, index, quantize, score
 from tests.integration import nights
+from tests.integration.feature_towers import (
+    COUNTRIES,
+    from_history_and_country,
+    from_taste,
+    vectors_column,
+    with_towers,
+)
 from tests.opened import open_generation
 
 Kind = Literal["user_topk", "user_vector", "item_vector", "item_similar"]
-DIMS, COUNTRIES = 16, 5
-COUNTRY = InputSpec("country", "feature", "int64", column="country")
-TASTE = InputSpec("taste", "feature", "float32", column="taste", width=DIMS)
-LOOKS = InputSpec("looks", "feature", "float32", column="looks", width=DIMS)
 NEW_ITEM = "not-in-the-vocabulary"
 QUIET = "features-and-no-history"
-
-
-def model(nodes, constants, inputs):
-    graph = helper.make_graph(
-        nodes,
-        "tower",
-        [helper.make_tensor_value_info(name, kind, shape) for name, kind, shape in inputs],
-        [helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["n", DIMS])],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.checker.check_model(made)
-    return OnnxModel(made.SerializeToString())
-
-
-def from_history_and_country(items):
-    rng = np.random.default_rng(0)
-    rows = rng.standard_normal((items + 1, DIMS)).astype(np.float32)
-    rows[-1] = 0
-    return ModelFile(
-        model(
-            [
-                helper.make_node("Gather", ["rows", "history"], ["gathered"]),
-                helper.make_node("ReduceSum", ["gathered", "axes"], ["summed"], keepdims=0),
-                helper.make_node("Gather", ["countries", "country"], ["home"]),
-                helper.make_node("Add", ["summed", "home"], ["vector"]),
-            ],
-            {
-                "rows": rows,
-                "countries": 4 * rng.standard_normal((COUNTRIES, DIMS)).astype(np.float32),
-                "axes": np.array([1], np.int64),
-            },
-            [("history", TensorProto.INT32, ["n", "l"]), ("country", TensorProto.INT64, ["n"])],
-        ),
-        TowerSpec(
-            (InputSpec("history", "history", "int32", max_length=64, pad=items), COUNTRY),
-            "vector",
-            DIMS,
-        ),
-    )
-
-
-def from_taste():
-    """Nothing in it can be int8."""
-    nodes = [helper.make_node("Neg", ["taste"], ["vector"])]
-    taste = ("taste", TensorProto.FLOAT, ["n", DIMS])
-    return ModelFile(model(nodes, {}, [taste]), TowerSpec((TASTE,), "vector", DIMS))
-
-
-def from_looks():
-    """An item tower that needs no vocabulary."""
-    turn = np.linalg.qr(np.random.default_rng(1).standard_normal((DIMS, DIMS)))[0]
-    nodes = [helper.make_node("MatMul", ["looks", "turn"], ["vector"], name="turn")]
-    looks = ("looks", TensorProto.FLOAT, ["n", DIMS])
-    return ModelFile(
-        model(nodes, {"turn": turn.astype(np.float32)}, [looks]),
-        TowerSpec((LOOKS,), "vector", DIMS),
-        entity="item",
-    )
-
-
-def vectors_column(count, seed):
-    values = np.random.default_rng(seed).standard_normal((count, DIMS)).astype(np.float32)
-    return pa.array(values.tolist(), pa.list_(pa.float32()))
 
 
 @pytest.fixture
@@ -131,17 +63,6 @@ def config(tmp_path, redis_url):
         sources=replace(config.sources, user_features="users.parquet"),
         tables={name: TableConfig(name, k=20) for name in kinds},
     )
-
-
-def with_towers(config, user_tower):
-    """Replace the bundle: the same vocabulary, other models."""
-    folder = config.path(config.bundle)
-    ids = [raw.decode() for raw in Bundle.open(folder).item_ids]
-    shutil.rmtree(folder)
-    return write_bundle(
-        folder, name="features", version="1", dims=DIMS, item_ids=ids,
-        user_tower=user_tower(len(ids)), item_tower=from_looks(),
-    )  # fmt: skip
 
 
 def opened(config, generation):

@@ -9,13 +9,12 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from cache.errors import Refused, SourceError
 from cache.format.records.layout import ABSENT
-from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles.bundle_writer import write_bundle
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import TableConfig
 from precompute.control.states import State
@@ -26,30 +25,14 @@ from precompute.releases.registry import open_releases
 from precompute.sources.unusable import ids_in
 from precompute.steps import begin, embed_items, score
 from tests.integration import nights
-from tests.integration.night.test_features import (
+from tests.integration.feature_towers import (
     DIMS,
     from_history_and_country,
     from_looks,
+    from_mood,
     vectors_column,
 )
 from tests.opened import open_generation
-
-MOODS = ("glad", "sad")
-MOOD = InputSpec("mood", "feature", "float32", column="mood", width=len(MOODS))
-
-
-def from_mood():
-    """The mood itself, as the values of a user."""
-    shape = ["n", len(MOODS)]
-    graph = helper.make_graph(
-        [helper.make_node("Identity", ["mood"], ["values"])],
-        "moods",
-        [helper.make_tensor_value_info("mood", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("values", TensorProto.FLOAT, shape)],
-    )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    spec = TowerSpec((MOOD,), "values", len(MOODS))
-    return ModelFile(OnnxModel(made.SerializeToString()), spec, labels=MOODS)
 
 
 @pytest.fixture

@@ -1,0 +1,260 @@
+"""Events of a month: what changes in the inputs before a night, and what the night has to say of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache.format.manifest import EntityKind
+from precompute.builds.reuse_fact import ENTERED, INPUTS, LOST, REASONS
+from precompute.config.settings import TableConfig
+from precompute.operations.train import train_reference
+from precompute.partitions.item_attributes import FOLDER
+from precompute.reuse.base import BUNDLE, SETTINGS
+from precompute.reuse.inputs import BACK, DAMAGED, ERASED, FILES, LATE, TABLES
+from precompute.reuse.items import digests_file
+from precompute.reuse.kept_shard import inputs_file
+from tests.integration import nights
+from tests.integration.changed.month import Month, spoil
+from tests.integration.feature_towers import (
+    COUNTRIES,
+    SCENTS,
+    from_history_and_country,
+    from_mood,
+    from_scent,
+    vectors_column,
+    with_towers,
+)
+
+AVID: Final = "somebody-avid"
+NAMED: Final = "item-that-was-named-before"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Change before a night; `reads` is why all source files are read, `why` no list is copied.
+
+    `computed` are reasons for which some users are computed then; where it `copies` nothing, nobody is copied.
+    """
+
+    happen: Callable[[Month], None]
+    reads: str = ""
+    why: str = ""
+    computed: tuple[int, ...] = ()
+    copies: bool = True
+
+
+def nothing(month: Month) -> None:
+    """No file comes."""
+
+
+def avid_day(month: Month) -> None:
+    """One user, of whom a night takes some items only, clicks on many, beside an odd row or two."""
+    items = [str(each) for each in month.rng.permutation(month.ids("item"))[:60]]
+    users: list[str | None] = [AVID] * len(items)
+    file = month.file(month.night).with_name(f"day-{month.night:03d}-avid.parquet")
+    month.clicks([*users, None, "x" * 300], [*items, *items[:2]], file=file)
+
+
+def late_rows(month: Month) -> None:
+    """Some of the clicks are of the day to come."""
+    users, items = month.ids("user")[:3], month.ids("item")[:3]
+    file = month.file(month.night).with_name(f"day-{month.night:03d}-late.parquet")
+    month.clicks(users, items, at=[month.cut + timedelta(hours=1)] * 3, file=file)
+
+
+def in_between(month: Month) -> None:
+    """A file comes whose name is before others that were read."""
+    users, items = month.ids("user")[3:6], month.ids("item")[3:6]
+    month.clicks(users, items, file=month.file(0).with_name("day-000-more.parquet"))
+
+
+def rewritten(month: Month) -> None:
+    """Histories are shorter than they were, one user is gone for good, and another has more."""
+    table = pq.read_table(month.file(0))
+    users = table["user"].to_pylist()
+    least = min(sorted(set(users)), key=users.count)
+    table = table.filter(pa.array([each != least for each in users]))
+    kept = month.rng.random(len(table)) > 0.02
+    pq.write_table(table.filter(pa.array(kept)), month.file(0))
+
+
+def items_gone(month: Month) -> None:
+    """Two items leave the catalogue."""
+    month.lose_items(2)
+
+
+def items_back(month: Month) -> None:
+    """Items that left, and that interactions name, are there again."""
+    month.bring_items_back(2)
+
+
+def erased(kind: EntityKind) -> Callable[[Month], None]:
+    """Somebody asks that a user, or an item, be forgotten."""
+    return lambda month: month.erase(str(month.rng.choice(month.ids(kind))), kind)
+
+
+def other_column(
+    name: str, column: str, share: float, values: Callable[[Month, int], Sequence[Any]]
+) -> Callable[[Month], None]:
+    """A share of a table's rows, at least one, have another value in a column."""
+
+    def happen(month: Month) -> None:
+        path = month.config.path(name)
+        table = pq.read_table(path)
+        count = max(1, int(share * len(table)))
+        rows = month.rng.choice(len(table), count, replace=False)
+        found = table[column].to_pylist()
+        for row, value in zip(rows.tolist(), values(month, count), strict=True):
+            found[row] = value
+        changed = pa.array(found, table.schema.field(column).type)
+        at = table.column_names.index(column)
+        pq.write_table(table.set_column(at, column, changed), path)
+
+    return happen
+
+
+def drawn_vectors(width: int) -> Callable[[Month, int], Sequence[Any]]:
+    """New vectors, every third of them missing where there are several."""
+    return lambda month, count: [
+        None if row % 3 == 2 else month.rng.standard_normal(width).astype("f4").tolist()
+        for row in range(count)
+    ]
+
+
+def whole_vectors(month: Month, count: int) -> Sequence[Any]:
+    """New vectors of items, one of them much longer than most."""
+    found = month.rng.standard_normal((count, 16)).astype("f4")
+    found[0] *= 3
+    return [each.tolist() for each in found]
+
+
+def stock(month: Month, count: int) -> Sequence[Any]:
+    """Whether items are in stock: half of them are."""
+    return [bool(each) for each in month.rng.random(count) < 0.5]
+
+
+def countries(month: Month, count: int) -> Sequence[Any]:
+    """Countries that users moved to, or stayed in."""
+    found: list[int] = month.rng.integers(COUNTRIES, size=count).tolist()
+    return found
+
+
+def new_items(count: int) -> Callable[[Month], None]:
+    """Items come that nobody named before."""
+    return lambda month: come(month, [f"new-item-{month.night}-{each}" for each in range(count)])
+
+
+def come(month: Month, ids: Sequence[str]) -> None:
+    """Items are in the catalogue from now on."""
+    path = month.config.path("items.parquet")
+    table = pq.read_table(path)
+    more: Mapping[str, Any] = {
+        "item": ids,
+        "looks": vectors_column(len(ids), month.night),
+        "scent": vectors_column(len(ids), month.night, SCENTS),
+    }
+    rows = pa.table({name: more[name] for name in table.column_names}, schema=table.schema)
+    pq.write_table(pa.concat_tables([table, rows]), path)
+
+
+def named_before_it_is_there(month: Month) -> None:
+    """An item is named that no catalogue has yet."""
+    file = month.file(month.night).with_name(f"day-{month.night:03d}-named.parquet")
+    month.clicks(month.ids("user")[:4], [NAMED] * 4, file=file)
+
+
+def rolled_back(month: Month) -> None:
+    """The generation before is live again: the newest one stays the base."""
+    nights.roll_back(month.config)
+
+
+def retrained(month: Month) -> None:
+    """Another reference bundle, of all that is known by now."""
+    train_reference(month.config, data_until=month.cut.isoformat())
+
+
+def other_user_tower(month: Month) -> None:
+    """Another bundle with the same tower of items."""
+    with_towers(
+        month.config,
+        lambda items: from_history_and_country(items, seed=month.night),
+        {"mood": from_mood(), "worth": from_scent()},
+    )
+
+
+def other_k(month: Month) -> None:
+    """Lists of one item more."""
+    tables = month.config.tables
+    longer = TableConfig("user_topk", k=tables["user_topk"].k + 1)
+    month.configure(tables={**tables, "user_topk": longer})
+
+
+def damaged(*names: str) -> Callable[[Month], None]:
+    """Bits of files of the base are turned on disk."""
+
+    def happen(month: Month) -> None:
+        for name in names:
+            spoil(month.config, month.made[-1], name)
+
+    return happen
+
+
+FIRST = Event(nothing)
+USUAL = Event(Month.a_day, computed=(INPUTS,))
+NOTHING = Event(nothing)
+AVID_DAY = Event(avid_day, computed=(INPUTS,))
+LATE_ROWS = Event(late_rows)
+AFTER_LATE_ROWS = Event(nothing, reads=LATE)
+IN_BETWEEN = Event(in_between, reads=FILES, computed=(INPUTS,))
+REWRITTEN = Event(rewritten, reads=FILES, computed=(INPUTS,))
+GONE = Event(items_gone, computed=(LOST,))
+RETURNED = Event(items_back, reads=BACK)
+ERASED_USER = Event(erased("user"), reads=ERASED)
+ERASED_ITEM = Event(erased("item"), reads=ERASED)
+STOCK = Event(other_column("items.parquet", "stock", 0.02, stock))
+ROLLED_BACK = Event(rolled_back)
+RETRAINED = Event(retrained, why=BUNDLE, copies=False)
+RETRAINED_BESIDE_TABLES = Event(retrained, reads=TABLES, why=BUNDLE, copies=False)
+OTHER_K = Event(other_k, why=SETTINGS, copies=False)
+BAD_PAGES = Event(damaged("tables/user_topk/0000.pages"))
+BAD_PARTITION = Event(damaged("work/partition/0001.rows"), reads=DAMAGED)
+BAD_DIGESTS = Event(damaged(inputs_file(1), digests_file("item_tower")))
+BAD_ATTRIBUTES = Event(damaged(f"{FOLDER}/0000.values"), copies=False)
+LOOKS = Event(other_column("items.parquet", "looks", 0.02, whole_vectors), computed=(LOST,))
+SCENT = Event(other_column("items.parquet", "scent", 0.1, drawn_vectors(SCENTS)))
+NEW_ITEMS = Event(new_items(2), computed=(ENTERED,))
+MANY_NEW_ITEMS = Event(new_items(12), computed=(LOST,), copies=False)
+NAMED_EARLY = Event(named_before_it_is_there)
+NAMED_COMES = Event(lambda month: come(month, [NAMED]), reads=BACK, computed=(INPUTS,))
+MOOD = Event(other_column("users.parquet", "mood", 0.1, drawn_vectors(2)), reads=TABLES)
+COUNTRY = Event(
+    other_column("users.parquet", "country", 0.05, countries), reads=TABLES, computed=(INPUTS,)
+)
+OTHER_TOWER = Event(other_user_tower, reads=TABLES, why=BUNDLE, copies=False)
+VECTORS = Event(
+    other_column("user_vectors.parquet", "vector", 0.1, drawn_vectors(16)),
+    reads=TABLES, computed=(INPUTS,),
+)  # fmt: skip
+
+
+def check(month: Month, generation: str, events: Sequence[Event]) -> None:
+    """What a night says of its copies fits what had happened before it."""
+    noted = month.build(generation).need("begin")["base"]
+    why = next((each.why for each in events if each.why), "")
+    reads = {each.reads for each in events if each.reads}
+    assert noted["why"] == why
+    if why == SETTINGS:
+        assert noted["generation"] is None and noted["read_because"] == why
+    else:
+        assert noted["generation"] == month.made[-2]
+        assert noted["read_because"] in (reads or {""}), (noted, reads)
+        assert noted["took_over"] == (not reads)
+    reasons = month.reasons(generation)
+    assert bool(reasons.get("copied")) == all(each.copies for each in events), reasons
+    if not why:
+        for reason in {each for event in events for each in event.computed}:
+            assert reasons[REASONS[reason]], (REASONS[reason], reasons)

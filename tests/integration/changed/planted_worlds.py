@@ -1,0 +1,103 @@
+"""Worlds that defects are planted in: small ones, in which each of these defects makes a difference."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache.format.ids import hash_ids
+from precompute.config.settings import FilterConfig
+from tests.integration.changed import events
+from tests.integration.changed.month import Month
+from tests.integration.changed.prepared import Prepared
+from tests.integration.changed.worlds import LISTS, RARE, features, reference, vectors
+
+SEED: Final = 20_260_131
+
+
+def twins(month: Month) -> None:
+    """Items come that are to every model what another one is, and go before it where scores are equal."""
+    path = month.config.path("items.parquet")
+    table = pq.read_table(path)
+    names = [f"twin-{number}" for number in range(400)]
+    first = np.argsort(hash_ids([each.encode() for each in names], 0))[:5]
+    rows = table.take(pa.array(month.rng.choice(len(table), 5, replace=False)))
+    rows = rows.set_column(0, "item", pa.array([names[each] for each in first.tolist()]))
+    pq.write_table(pa.concat_tables([table, rows]), path)
+
+
+def unclicked(month: Month) -> None:
+    """The oldest clicks of a user with more of them than a model is given are gone."""
+    path = month.file(0).with_name("day-000-avid.parquet")
+    table = pq.read_table(path).sort_by("timestamp")
+    users = table["user"].to_pylist()
+    gone = [row for row, user in enumerate(users) if user == events.AVID][:-16]
+    pq.write_table(table.take(pa.array(sorted({*range(len(users))} - {*gone}))), path)
+
+
+def turned(brand: str) -> Callable[[Month], None]:
+    """Three items of a brand are in stock that were not, and one that was is no more."""
+
+    def happen(month: Month) -> None:
+        path = month.config.path("items.parquet")
+        table = pq.read_table(path).to_pylist()
+        ours = [row for row in table if row["brand"] == brand]
+        out, there = ([row for row in ours if row["stock"] is each] for each in (False, True))
+        for row in [*out[:3], there[0]]:
+            row["stock"] = not row["stock"]
+        pq.write_table(pa.Table.from_pylist(table, schema=pq.read_schema(path)), path)
+
+    return happen
+
+
+def with_few(month: Month) -> Month:
+    """A month with lists of so few items that these have free places."""
+    rare = {"and": [{"==": ["stock", True]}, {"==": ["brand", RARE]}]}
+    month.configure(filters={"rare": FilterConfig(rare, LISTS)})
+    return month
+
+
+def with_exact_similar(month: Month) -> Month:
+    """A month whose lists of similar items hold scores that are not rounded."""
+    similar = replace(month.config.tables["item_similar"], precision="f4")
+    month.configure(tables={**month.config.tables, "item_similar": similar})
+    return month
+
+
+def prepared(folder: Callable[[], Path], redis_url: str) -> dict[str, Prepared]:
+    """Worlds by name, each in a folder of its own."""
+    return {
+        "users": Prepared.of(
+            reference(folder(), redis_url, SEED), [], [events.USUAL, events.GONE]
+        ),
+        "filters": Prepared.of(
+            reference(folder(), redis_url, SEED),
+            [],
+            [events.USUAL, events.GONE, events.Event(turned("usual"))],
+        ),
+        "histories": Prepared.of(
+            reference(folder(), redis_url, SEED), [events.AVID_DAY], [events.Event(unclicked)]
+        ),
+        "vectors": Prepared.of(
+            vectors(folder(), redis_url, SEED), [], [events.USUAL, events.GONE, events.VECTORS]
+        ),
+        "places": Prepared.of(
+            with_few(reference(folder(), redis_url, SEED)),
+            [],
+            [events.Event(turned(RARE))],
+        ),
+        "items": Prepared.of(
+            features(folder(), redis_url, SEED, items=160),
+            [],
+            [events.USUAL, events.LOOKS, events.SCENT, events.COUNTRY],
+        ),
+        "ties": Prepared.of(
+            with_exact_similar(features(folder(), redis_url, SEED, users=400, items=160)),
+            [],
+            [events.Event(twins)],
+        ),
+    }  # fmt: skip

@@ -1,0 +1,81 @@
+"""Worlds in which a base is published and the inputs have changed, made once, and copied for every night after it."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from cache.format.item_table import ItemTable
+from precompute.builds.build import Build, shard_report
+from precompute.builds.seal import seal
+from precompute.control.control_keys import Control
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.verdict import Measured
+from precompute.gates.rules.identity import identity
+from precompute.partitions.catalogue import open_items
+from precompute.partitions.shard_files import PARTITION
+from precompute.partitions.shard_input import ShardInput, read_shard
+from precompute.reuse.copied import paired
+from precompute.reuse.digests import Digests
+from precompute.reuse.kept_shard import inputs_file
+from precompute.steps import assemble
+from tests.integration.changed.events import Event
+from tests.integration.changed.month import Month
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A month before its second night, and that night computed in full."""
+
+    month: Month
+    full: str
+
+    @classmethod
+    def of(cls, month: Month, before: Sequence[Event], changes: Sequence[Event]) -> "Prepared":
+        """Publish a base after some events, let others happen, and compute the night after them in full."""
+        for each in before:
+            each.happen(month)
+        month.publish()
+        month.night = 1
+        for each in changes:
+            each.happen(month)
+        return cls(month, month.compute())
+
+    def copy(self, folder: Path) -> Month:
+        """The same in a folder of its own."""
+        shutil.copytree(str(self.month.config.base), folder)
+        config, full = (
+            replace(each, base=str(folder)) for each in (self.month.config, self.month.full)
+        )
+        return Month(config, full, np.random.default_rng(0), 1, made=list(self.month.made))
+
+
+def judged(build: Build) -> Measured:
+    """What the gate `identity` says of a night up to its pages."""
+    assemble.run(build.config, {"generation": build.generation})
+    build.report("index", {"indexes": {}, "seconds": 0.0})
+    build.report("quantize", {"models": {}, "seconds": 0.0})
+    manifest = seal(build)
+    candidate = Candidate(
+        manifest, build.root, ItemTable.open(build.root, manifest), cast(Control, None), None,
+        build.config.gates, build.config.history_limit, build=build,
+    )  # fmt: skip
+    return identity(candidate)
+
+
+def redigested(month: Month, digests: Any) -> None:
+    """Writes the base's digests of users once more, by another function of (entities, hashes of the items)."""
+    base = month.build(month.made[-1])
+    items = open_items(base.root, base.need("begin")).directory.hashes()
+    for shard in range(month.config.shards):
+        entities: ShardInput = read_shard(
+            base.root / PARTITION, shard, history_limit=month.config.history_limit
+        )
+        found: Digests = digests(entities, items)
+        base.path(inputs_file(shard)).write_bytes(paired(entities, found).tobytes())
+        report = base.need(shard_report(shard))
+        report["users"]["inputs"] = asdict(base.describe(inputs_file(shard)))
+        base.report(shard_report(shard), report)

@@ -1,0 +1,73 @@
+"""A damaged or vanished file of the base: what it was for is computed, and the night has the bytes of a full one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cache.store.artefacts import generation_path
+from precompute.builds.build import shard_report
+from precompute.partitions.catalogue import IDS, VECTORS, directory_file
+from precompute.partitions.earlier import POPULARITY, UNKNOWN
+from precompute.partitions.item_attributes import FOLDER
+from precompute.reuse.items import digests_file
+from precompute.reuse.kept_shard import inputs_file
+from tests.integration.changed import events
+from tests.integration.changed.month import Month, spoil
+from tests.integration.changed.prepared import Prepared
+from tests.integration.changed.worlds import reference
+
+FILES = (
+    "tables/user_topk/0000.pages", "tables/user_topk.in_stock/0001.pages", "tables/item_similar/0000.pages",
+    "tables/item_vector/0001.pages", "tables/user_affinity/0001.pages", "directory/user/0000.u64",
+    directory_file("item", 1), "seen/0000.ends", "seen/0001.items", f"{FOLDER}/0000.values", VECTORS, IDS,
+    inputs_file(0), digests_file("item_tower"), POPULARITY, UNKNOWN, "work/partition/0000.rows",
+    "work/partition/0001.ids", "work/partition/0001.features",
+)  # fmt: skip
+REPORTS = (
+    f"work/{shard_report(0)}.json", "work/embed_items.json", "work/begin.json", "manifest.json",
+)  # fmt: skip
+"""Files without a checksum, of which a bit may be another number."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Prepared:
+    """A base, and a day after it on which an item left."""
+    folder = tmp_path_factory.mktemp("damaged") / "night"
+    month = reference(folder, redis_url, 7, users=120)
+    return Prepared.of(month, [events.NAMED_EARLY], [events.USUAL, events.GONE])
+
+
+def gone(month: Month, name: str) -> None:
+    """The file is not there any more."""
+    month.config.store().local(generation_path(month.made[-1], name)).unlink()
+
+
+def bit(month: Month, name: str) -> None:
+    """One bit of the file is another."""
+    spoil(month.config, month.made[-1], name)
+
+
+def cut(month: Month, name: str) -> None:
+    """The file is cut off."""
+    path = month.config.store().local(generation_path(month.made[-1], name))
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, bit) for name in FILES]
+    + [(name, how) for how in (cut, gone) for name in REPORTS]
+    + [pytest.param(name, gone, marks=pytest.mark.storm) for name in FILES],
+)
+def test_a_night_over_a_damaged_base_is_as_a_full_one(
+    name: str, how: Callable[[Month, str], None], world: Prepared, tmp_path: Path
+) -> None:
+    month = world.copy(tmp_path / "copy")
+    how(month, name)
+
+    generation = month.score()
+
+    assert month.differences(generation, world.full) == []

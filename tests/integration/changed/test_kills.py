@@ -1,0 +1,56 @@
+"""kill -9 at random points of nights that copy: each, run again, has the bytes of a full night."""
+
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cache.process.redis_server import RedisServer
+from tests.integration.changed.events import GONE, STOCK, USUAL
+from tests.integration.changed.month import Month
+from tests.integration.changed.worlds import reference
+from tests.integration.killed_steps import night
+from tests.integration.killing import run
+
+
+@pytest.fixture
+def month(tmp_path: Path, own_redis: RedisServer, seed: int) -> Month:
+    """A month whose first night is published."""
+    found = reference(tmp_path / "night", own_redis.url, seed, users=200)
+    found.publish()
+    return found
+
+
+def next_night(month: Month) -> partial[dict[str, str]]:
+    """The night after a day on which users did something, an item left and others are in stock."""
+    month.night += 1
+    for each in (USUAL, STOCK, *([GONE] if month.night % 2 else [])):
+        each.happen(month)
+    return partial(night, month.config, month.cut.isoformat(), f"night-{month.night}")
+
+
+def survive(month: Month, seed: int, kills: int) -> None:
+    """Nights that are killed again and again, so many times in all, and that end as full ones."""
+    undisturbed, moments, died = run(next_night(month)), random.Random(seed), 0
+    assert undisturbed is not None
+    month.made.append(undisturbed.result["generation"])
+    while died < kills:
+        work = next_night(month)
+        for _ in range(4):
+            died += run(work, undisturbed.point(moments)) is None
+        ended = run(work)
+        assert ended is not None
+        month.made.append(ended.result["generation"])
+        assert month.differences(month.made[-1], month.compute()) == []
+        assert month.reasons(month.made[-1])["copied"] > 0
+    print(f"killed {died} times")
+
+
+def test_a_killed_night_that_copies_ends_as_a_full_one(month: Month, seed: int) -> None:
+    survive(month, seed, kills=4)
+
+
+@pytest.mark.storm
+def test_a_hundred_kills_leave_no_trace(month: Month, seed: int) -> None:
+    survive(month, seed, kills=100)

@@ -1,0 +1,246 @@
+"""Defects planted in nights that copy: each is found by the comparison with a full night, most by the gate as well."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cache.model.ranking import score
+from cache.model.tower import Histories
+from cache.store.artefacts import generation_path
+from precompute.partitions.earlier import Earlier
+from precompute.reuse import base, item_records, items, shard_reuse
+from precompute.reuse.copied import Asked
+from precompute.reuse.digests import of_users
+from precompute.reuse.items import ItemChanges
+from precompute.reuse.kept_shard import KeptShard
+from precompute.reuse.shard_reuse import ShardReuse
+from precompute.scoring.users import reading
+from tests.integration.changed.month import Month, spoil
+from tests.integration.changed.prepared import Prepared, judged, redigested
+
+Patch = pytest.MonkeyPatch
+
+
+def stale_digest(patch: Patch, month: Month) -> None:
+    def without_features(entities: Any, hashes: Any) -> Any:
+        return of_users(replace(entities, features={}), hashes)
+
+    redigested(month, without_features)
+    patch.setattr(reading, "of_users", without_features)
+
+
+def capped_digest(patch: Patch, month: Month) -> None:
+    def newest(entities: Any, hashes: Any) -> Any:
+        histories = Histories(entities.indptr, entities.ordinals)
+        rows = [histories.take(np.array([row])).indices[-16:] for row in range(len(histories))]
+        kept = Histories.of(rows)
+        return of_users(replace(entities, indptr=kept.indptr, ordinals=kept.indices), hashes)
+
+    redigested(month, newest)
+    patch.setattr(reading, "of_users", newest)
+
+
+def tie_is_no(patch: Patch, month: Month) -> None:
+    def above(
+        vectors: Any, entering: Any, ordinals: Any, floor: Any, seen: Histories, metric: Any
+    ) -> NDArray[np.bool_]:
+        every = np.tile(np.arange(len(entering)), (len(vectors), 1))
+        scores = score(vectors, entering, every, metric).astype(np.float64)
+        for row in range(len(vectors)):
+            had = seen.indices[seen.indptr[row] : seen.indptr[row + 1]]
+            scores[row, np.isin(ordinals, had)] = -np.inf
+        found: NDArray[np.bool_] = (scores > floor[:, None]).any(axis=1)
+        return found
+
+    for module in (shard_reuse, item_records):
+        patch.setattr(module, "could_enter", above)
+
+
+def with_floors(change: Callable[[Any, Any, Any], Any]) -> Callable[[Patch, Month], None]:
+    def plant(patch: Patch, month: Month) -> None:
+        for module in (shard_reuse, item_records):
+            real = module.floors
+            patch.setattr(
+                module,
+                "floors",
+                lambda layout, records, real=real: change(layout, records, real(layout, records)),
+            )
+
+    return plant
+
+
+def stored(layout: Any, records: Any, found: Any) -> Any:
+    last = np.ldexp(records["numbers"][:, -1].astype(np.float64), records["exponent"].astype(int))
+    return np.where(np.isneginf(found), found, last)
+
+
+def last_of_short(layout: Any, records: Any, found: Any) -> Any:
+    at = np.maximum(records["count"].astype(int) - 1, 0)
+    last = records["numbers"][np.arange(len(records)), at].astype(np.float64)
+    last = np.where(records["count"] == 0, np.inf, last)
+    return np.where(np.isneginf(found), np.ldexp(last, records["exponent"].astype(int)), found)
+
+
+def lost_forgets(patch: Patch, month: Month) -> None:
+    real = ItemChanges.lost
+
+    def forgets(self: ItemChanges, is_allowed: Any) -> Any:
+        return real(self, is_allowed) & False
+
+    patch.setattr(ItemChanges, "lost", forgets)
+
+
+def lost_forgets_filters(patch: Patch, month: Month) -> None:
+    real = ItemChanges.lost
+    patch.setattr(ItemChanges, "lost", lambda self, is_allowed: real(self, None))
+
+
+def entering_forgets_filters(patch: Patch, month: Month) -> None:
+    def entering(self: ItemChanges, was_allowed: Any, is_allowed: Any) -> Any:
+        return np.flatnonzero(self.changed if is_allowed is None else self.changed & is_allowed)
+
+    patch.setattr(ItemChanges, "entering", entering)
+
+
+def ordinals_stay(patch: Patch, month: Month) -> None:
+    for module in (shard_reuse, item_records):
+        patch.setattr(module, "renumbered", lambda records, places: None)
+
+
+def scored_at_stays(patch: Patch, month: Month) -> None:
+    real = ShardReuse.records
+
+    def records(self: ShardReuse, name: str, places: Any, at: int) -> Any:
+        found = real(self, name, places, at)
+        found["scored_at"] = self.kept.tables[name][places]["scored_at"]
+        return found
+
+    patch.setattr(ShardReuse, "records", records)
+
+
+def new_user_is_copied(patch: Patch, month: Month) -> None:
+    real = KeptShard.find
+
+    def nearest(self: KeptShard, hashes: Any) -> Any:
+        found = self.pairs["hash"].searchsorted(hashes)
+        return np.minimum(found, len(self.pairs) - 1)
+
+    def ask(self: ShardReuse, entities: Any, digests: Any, hashes: range) -> Asked:
+        is_new = real(self.kept, entities.hashes) < 0
+        theirs = self.kept.pairs["digest"][nearest(self.kept, entities.hashes)]
+        return asked(self, entities, np.where(is_new, theirs, digests), hashes)
+
+    asked = ShardReuse.ask
+    patch.setattr(KeptShard, "find", nearest)
+    patch.setattr(ShardReuse, "ask", ask)
+
+
+def texts_stay(patch: Patch, month: Month) -> None:
+    patch.setattr(item_records, "same_inputs", lambda base, model, digests, places: places >= 0)
+
+
+def vectors_stay(patch: Patch, month: Month) -> None:
+    patch.setattr(items, "same_inputs", lambda base, model, digests, places: places >= 0)
+
+
+def damage_unseen(patch: Patch, month: Month) -> None:
+    spoil(month.config, month.made[-1], "tables/user_topk/0000.pages")
+    patch.setattr(
+        base,
+        "fetch_checked",
+        lambda store, name, artefact: store.fetch(generation_path(name, artefact.path)),
+    )
+
+
+def touched_forgotten(patch: Patch, month: Month) -> None:
+    real = shard_reuse._touched
+
+    def half(*arguments: Any) -> Any:
+        found = real(*arguments)
+        return None if found is None else found[::2]
+
+    patch.setattr(shard_reuse, "_touched", half)
+
+
+def rows_shift(patch: Patch, month: Month) -> None:
+    real = Earlier.rows
+
+    def rows(self: Earlier, shard: int) -> Iterator[Any]:
+        assert self.places is not None
+        return real(replace(self, places=np.where(self.places > 0, self.places - 1, 0)), shard)
+
+    patch.setattr(Earlier, "rows", rows)
+
+
+def popularity_stays(patch: Patch, month: Month) -> None:
+    real = Earlier.counted
+
+    def counted(self: Earlier, count: int) -> Any:
+        return self.popularity[:count].copy(), *real(self, count)[1:]
+
+    patch.setattr(Earlier, "counted", counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """Defect planted in a world, and whether the gate finds it, too."""
+
+    world: str
+    plant: Callable[[Patch, Month], None]
+    by_gate: bool = True
+
+
+DEFECTS = {
+    "a digest forgets features": Defect("items", stale_digest),
+    "a digest ends at the cap of histories": Defect("histories", capped_digest),
+    "a tie at the last place is a no": Defect("ties", tie_is_no),
+    "rounding to be stored is ignored": Defect("ties", with_floors(stored)),
+    "a free place is full": Defect("places", with_floors(last_of_short)),
+    "a list may hold what is gone": Defect("users", lost_forgets),
+    "a list may hold what its filter lets no longer pass": Defect("filters", lost_forgets_filters),
+    "what a filter lets pass now is not new": Defect("filters", entering_forgets_filters),
+    "items keep the base's numbers": Defect("users", ordinals_stay),
+    "records keep the base's cut": Defect("users", scored_at_stays),
+    "a new user is somebody else": Defect("users", new_user_is_copied),
+    "values of items are copied though their features changed": Defect("items", texts_stay),
+    "vectors of items are copied though their features changed": Defect("items", vectors_stay, by_gate=False),
+    "a damaged file of the base is taken": Defect("users", damage_unseen),
+    "some who did something are not read": Defect("users", touched_forgotten),
+    "rows that are taken over have other numbers": Defect("users", rows_shift),
+    "popularity keeps the base's numbers": Defect("users", popularity_stays, by_gate=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["users", "filters", "histories", "vectors", "places", "items", "ties"]
+)
+def test_nothing_is_found_where_nothing_is_planted(
+    name: str, worlds: dict[str, Prepared], tmp_path: Path
+) -> None:
+    month = worlds[name].copy(tmp_path / "copy")
+
+    generation = month.score()
+
+    assert month.differences(generation, worlds[name].full) == []
+    assert month.reasons(generation)["copied"] > 20 or name == "places"
+    found = judged(month.build(generation))
+    assert found.passed and "computed again" in found.note
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_is_found(
+    name: str, worlds: dict[str, Prepared], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    defect = DEFECTS[name]
+    month = worlds[defect.world].copy(tmp_path / "copy")
+    defect.plant(monkeypatch, month)
+
+    generation = month.score()
+
+    assert month.differences(generation, worlds[defect.world].full) != []
+    assert judged(month.build(generation)).passed is not defect.by_gate

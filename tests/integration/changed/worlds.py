@@ -1,0 +1,131 @@
+"""Worlds of a month: what the nights of one are computed from, by kind of bundle and of sources."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from precompute.config.settings import FilterConfig, GateThresholds, NightConfig, TableConfig
+from tests.integration import nights
+from tests.integration.changed.month import Month
+from tests.integration.feature_towers import (
+    COUNTRIES,
+    MOODS,
+    SCENTS,
+    from_history_and_country,
+    from_mood,
+    from_scent,
+    vectors_column,
+    with_towers,
+)
+
+K: Final = 10
+RARE: Final = "rare"
+"""Brand of few items."""
+LISTS: Final = ("user_topk", "item_similar")
+LENIENT: Final = GateThresholds(
+    unusable_rows=1.0, coverage_of_source=0.0, coverage_of_live=0.0, items_of_live=0.0, empty_lists=1.0,
+    int8_overlap=0.0, int8_cosine=0.0, top_items=1.0, single_item=1.0, distinct_lists=0.0, score_psi=1e9,
+    score_psi_retrained=1e9, list_jaccard=0.0, list_jaccard_retrained=0.0, top_items_of_live=1e9,
+    distinct_lists_of_live=0.0, stale_lists=1.0, heldout_of_live=0.0,
+)  # fmt: skip
+"""Judgements are for real nights: these are small, and change a lot. Integrity is asked for as ever."""
+
+
+def prepared(folder: Path, redis_url: str, *, users: int, items: int) -> NightConfig:
+    """Data and bundle of a small night, with short lists and few items of a history."""
+    config = nights.prepare(folder, redis_url, users=users, items=items)
+    tables = {**config.tables, "user_topk": TableConfig("user_topk", k=K)}
+    return replace(config, history_limit=16, tables=tables, gates=LENIENT)
+
+
+def reference(
+    folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120
+) -> Month:
+    """Month of the reference bundle, with lists under a filter by an attribute of items."""
+    config = prepared(folder, redis_url, users=users, items=items)
+    add_columns(
+        config,
+        "items.parquet",
+        stock=[number % 3 > 0 for number in range(items)],
+        brand=["usual" if number % 13 else RARE for number in range(items)],
+    )
+    sources = replace(config.sources, item_attributes=("stock", "brand"))
+    filters = {"in_stock": FilterConfig({"==": ["stock", True]}, LISTS)}
+    config = replace(config, sources=sources, filters=filters)
+    return Month.of(config, beside(redis_url), seed)
+
+
+def vectors(
+    folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120
+) -> Month:
+    """Month of the reference bundle in which every other user brings a vector."""
+    config = prepared(folder, redis_url, users=users, items=items)
+    some = sorted(nights.histories(config))[::2]
+    table = {"user": some, "vector": vectors_column(len(some), 4)}
+    pq.write_table(pa.table(table), config.path("user_vectors.parquet"))
+    config = replace(config, sources=replace(config.sources, user_vectors="user_vectors.parquet"))
+    return Month.of(config, beside(redis_url), seed)
+
+
+def features(
+    folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120
+) -> Month:
+    """Month of towers that take features, and of values that some users and items lack the features for."""
+    config = prepared(folder, redis_url, users=users, items=items)
+    ids = sorted(nights.histories(config))
+    moods = np.random.default_rng(5).random((len(ids), len(MOODS))).astype("f4").tolist()
+    table = {
+        "user": ids,
+        "country": pa.array([row % COUNTRIES for row in range(len(ids))], pa.int64()),
+        "mood": pa.array(
+            [None if row % 9 == 0 else each for row, each in enumerate(moods)],
+            pa.list_(pa.float32()),
+        ),
+    }
+    pq.write_table(pa.table(table), config.path("users.parquet"))
+    known = pq.read_table(config.path("items.parquet"))["item"].to_pylist()
+    scents = vectors_column(len(known), 6, SCENTS).to_pylist()
+    looks = {
+        "item": known,
+        "looks": vectors_column(len(known), 3),
+        "scent": pa.array(
+            [None if row % 7 == 0 else each for row, each in enumerate(scents)],
+            pa.list_(pa.float32()),
+        ),
+    }
+    pq.write_table(pa.table(looks), config.path("items.parquet"))
+    with_towers(config, from_history_and_country, {"mood": from_mood(), "worth": from_scent()})
+    values = {
+        "user_mood": TableConfig("value", value="mood", precision="f4"),
+        "item_worth": TableConfig("value", value="worth"),
+    }
+    lists = {name: each for name, each in config.tables.items() if each.kind != "value"}
+    sources = replace(config.sources, user_features="users.parquet")
+    return Month.of(
+        replace(config, sources=sources, tables=lists | values), beside(redis_url), seed
+    )
+
+
+WORLDS: Final[dict[str, Callable[..., Month]]] = {
+    "reference": reference,
+    "features": features,
+    "vectors": vectors,
+}
+
+
+def beside(redis_url: str) -> str:
+    """Another database of the same Redis, for the full nights."""
+    return redis_url.removesuffix("0") + "1"
+
+
+def add_columns(config: NightConfig, name: str, **columns: list[Any]) -> None:
+    """More columns of a table."""
+    table = pq.read_table(config.path(name))
+    for column, values in columns.items():
+        table = table.append_column(column, pa.array(values))
+    pq.write_table(table, config.path(name))

@@ -1,0 +1,103 @@
+"""The base of a night: the newest verified generation of the same settings, of the same bundle if there is one."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig
+from precompute.control.states import State
+from precompute.releases.release_log import ReleaseLog
+from precompute.reuse import base
+from precompute.reuse.base import (
+    BUNDLE,
+    NONE,
+    OFF,
+    SETTINGS,
+    VERIFIED,
+    choose_base,
+    settings_digest,
+)
+
+CONFIG = NightConfig()
+OURS = cast(Bundle, SimpleNamespace(digest="ours"))
+MAKING = "20260131T000000Z-000000000000"
+
+
+def name_of(number: int) -> str:
+    return f"202601{number:02d}T000000Z-{number:012x}"
+
+
+states = st.sampled_from([None, *State])
+Stored = tuple[State | None, State | None, bool, bool, bool]
+generations = st.lists(
+    st.tuples(states, states, st.booleans(), st.booleans(), st.booleans()), max_size=8
+)
+"""Of each: its state by the ledger, and by its row; whether it can be read, and is of the same settings and bundle."""
+
+
+@given(found=generations, making=st.integers(0, 9))
+def test_the_base_is_the_newest_that_fits(found: list[Stored], making: int) -> None:
+    named = {name_of(number): each for number, each in enumerate(found, 1)}
+    reads = {
+        name: (None, {
+            "settings": settings_digest(CONFIG) if settings else "others",
+            "bundle_digest": "ours" if bundle else "another",
+        }, SimpleNamespace(generation=name))
+        for name, (_, _, readable, settings, bundle) in named.items() if readable
+    }  # fmt: skip
+    releases = SimpleNamespace(
+        ledger=lambda: SimpleNamespace(state=lambda name: named[name][0]),
+        control=SimpleNamespace(
+            rows=lambda: {
+                name: SimpleNamespace(state=each[1])
+                for name, each in named.items() if each[1] is not None
+            }
+        ),
+        store=SimpleNamespace(names=lambda folder: {*named, "not-a-generation"}),
+    )  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "_read", lambda config, name: reads.get(name))
+        chosen, why = choose_base(
+            cast(ReleaseLog, releases), CONFIG, OURS, making=name_of(making)
+        )  # fmt: skip
+
+    verified = [
+        name for name, (told, row, *_) in sorted(named.items(), reverse=True)
+        if (told or row) in VERIFIED and name != name_of(making)
+    ]  # fmt: skip
+    fitting = [name for name in verified if named[name][2] and named[name][3]]
+    same = [name for name in fitting if named[name][4]]
+    if same:
+        assert chosen is not None and (chosen.generation, chosen.has_lists) == (same[0], True)
+        assert why == ""
+    elif fitting:
+        assert chosen is not None and (chosen.generation, chosen.has_lists) == (fitting[0], False)
+        assert why == BUNDLE
+    else:
+        assert chosen is None and why == (SETTINGS if verified else NONE)
+
+
+def test_nothing_is_looked_at_where_it_is_off() -> None:
+    found = choose_base(cast(ReleaseLog, None), replace(CONFIG, reuse="off"), OURS, making=MAKING)
+
+    assert found == (None, OFF)
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"history_limit": 7}, False), ({"shards": 3}, False), ({"page_bytes": 8192}, False),
+        ({"tables": {"user_topk": CONFIG.tables["user_topk"]}}, False), ({"namespace": "other"}, False),
+        ({"threads": 3}, True), ({"keep": 4}, True), ({"reuse": "off"}, True),
+    ],
+)  # fmt: skip
+def test_settings_that_decide_what_is_stored_make_another_digest(
+    changes: dict[str, Any], same: bool
+) -> None:
+    assert (settings_digest(replace(CONFIG, **changes)) == settings_digest(CONFIG)) is same
