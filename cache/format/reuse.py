@@ -37,9 +37,9 @@ class Reuse:
     night: Counted
     base: str | None
     why: str
-    """Why lists could not be copied; empty where they could."""
+    """Reason why lists could not be copied; empty where they could."""
     read_because: str
-    """Why all source files were read; empty where only new ones were."""
+    """Reason why all source files were read; empty where only new ones were."""
     nights: tuple[Counted, ...]
 
     @classmethod
@@ -50,7 +50,7 @@ class Reuse:
             nights = tuple(map(_counted, told["nights"]))[-NIGHTS:]
             base = None if told["base"] is None else str(told["base"])
             return cls(_counted(told), base, str(told["why"]), str(told["read_because"]), nights)
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
     @property

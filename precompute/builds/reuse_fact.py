@@ -1,4 +1,4 @@
-"""What a night says of its copies: users by reason, seconds spared, and the same of the nights before it."""
+"""The fact of a night's copies: users by reason, seconds spared, and the same of the nights before it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final

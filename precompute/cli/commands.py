@@ -60,7 +60,9 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         what = escape(row.what)
         table.add_row(step.replace("_", " "), what, f"{seconds:.2f}", row.rate(seconds), size)
     table.add_section()
-    table.add_row("night", steps[0][1].found["generation"], f"{sum(seconds for _, _, seconds in steps):.2f}")
+    table.add_row(
+        "night", steps[0][1].found["generation"], f"{sum(seconds for _, _, seconds in steps):.2f}"
+    )
     return [table]
 
 

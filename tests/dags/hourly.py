@@ -15,14 +15,9 @@ ORDER = (
 )  # fmt: skip
 
 
-def callable_of(task: Any) -> Any:
-    """The function of a task, mapped or not."""
-    return task.partial_kwargs["python_callable"] if task.is_mapped else task.python_callable
-
-
 def night(dag: Any, run_after: datetime) -> dict[str, Any]:
     """One run, each task's function called with what Airflow would hand it; what `begin` returned."""
-    calls = {task.task_id: callable_of(task) for task in dag.tasks}
+    calls = {task.task_id: task.python_callable for task in dag.tasks}
     context = {
         "params": {"data_until": None}, "run_id": f"scheduled__{run_after.isoformat()}",
         "dag_run": SimpleNamespace(run_after=run_after),
@@ -45,7 +40,7 @@ def main(folder: str, after: str) -> None:
     """Print the tick and the generation of the run at the first tick after a moment."""
     bag = DagBag(dag_folder=folder)
     dag = bag.dags["nightly_precompute"]
-    nights = callable_of(dag.get_task("begin")).__globals__["NIGHTS"]
+    nights = dag.get_task("begin").python_callable.__globals__["NIGHTS"]
     timetable = CronTriggerTimetable(nights.cron, timezone=nights.timezone)
     tick = timetable._get_next(pendulum.instance(datetime.fromisoformat(after).astimezone(UTC)))
     print(json.dumps([tick.isoformat(), night(dag, tick)["generation"]]))

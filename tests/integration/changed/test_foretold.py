@@ -27,11 +27,22 @@ def month(tmp_path: Path, own_redis: RedisServer) -> Month:
 
 
 def typical_items(month: Month, generation: str) -> list[str]:
-    """Items that are in as many lists as the average: each from the middle of its part of all, by lists."""
+    """Items that are in as many lists, and in as many histories, as the average."""
+    files = [pq.read_table(month.file(number)) for number in range(month.night + 1)]
+    had = {(user, item) for each in files for user, item in zip(*pairs(each), strict=True)}
     lists = top_lists(month.config, generation, month.ids("user"))
-    counts = Counter(item for each in lists.values() for item in each)
-    mean = K * len(lists) / ITEMS
-    return sorted(month.ids("item"), key=lambda item: abs(counts[item] - mean))[:GONE]
+    both = Counter(item for _, item in had), Counter(i for each in lists.values() for i in each)
+    means = [sum(counts.values()) / ITEMS for counts in both]
+
+    def off(item: str) -> float:
+        return sum(abs(counts[item] / mean - 1) for counts, mean in zip(both, means, strict=True))
+
+    return sorted(month.ids("item"), key=off)[:GONE]
+
+
+def pairs(table: pa.Table) -> tuple[list[str], list[str]]:
+    """Users and items of interactions."""
+    return table["user"].to_pylist(), table["item"].to_pylist()
 
 
 def without(month: Month, items: list[str]) -> pa.Table:
