@@ -45,7 +45,7 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
             "steps": [
                 {
                     "step": step,
-                    "what": row.what,
+                    "what": row.what.replace("\n", "; "),
                     "seconds": round(seconds, 3),
                     "size_bytes": row.size_bytes,
                 }

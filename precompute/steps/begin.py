@@ -104,7 +104,7 @@ def in_night(night: Night) -> StepRow:
     if found["already_live"]:
         return StepRow(found, f"{name} is live already")
     begun = Build(night.config, night.config.store(), name).need("begin")
-    return StepRow(found, f"{name} ({_read(begun)}; {base_in_words(begun.get('base') or {})})")
+    return StepRow(found, f"{name} ({_read(begun)})\n{base_in_words(begun.get('base') or {})}")
 
 
 def _read(begun: Mapping[str, Any]) -> str:

@@ -121,5 +121,5 @@ def in_night(night: Night) -> StepRow:
     if found.get("copied"):
         what += f", {found['copied']:,} copied"
     if apart := sorted(name for name, alike in found.get("regrouped", {}).items() if not alike):
-        what += f"; not copied, as rows depend on each other: {', '.join(apart)}"
+        what += f"\nnot copied, as rows depend on each other: {', '.join(apart)}"
     return StepRow(found, what, items, "items", items * dims * 4)

@@ -138,5 +138,5 @@ def in_night(night: Night) -> StepRow:
     reports = [made.need(shard_report(shard)) for shard in night.build["shards"]]
     reasons = users_by_reason(reports)
     if sum(reasons.values()) > reasons["computed"]:
-        what += f"; users: {users_in_words(reasons)}"
+        what += f"\nusers: {users_in_words(reasons)}"
     return StepRow({"users": users, "items": items}, what, int(users + items), "entities")

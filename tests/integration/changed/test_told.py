@@ -53,9 +53,9 @@ def test_a_nights_table_says_what_was_copied_from_whom_and_why_others_were_not(
     month.night = 1
     month.a_day()
     second = night(month, 1)
-    assert f"; copies from {generation})" in second["begin"]
+    assert f")\ncopies from {generation}" in second["begin"]
     assert second["embed_items"].endswith(", 80 copied")
-    assert "users: " in second["score"] and " copied, " in second["score"]
+    assert "\nusers: " in second["score"] and " copied, " in second["score"]
     assert " for their inputs" in second["score"]
 
     month.shorten(1)
