@@ -248,7 +248,7 @@ def _copying(found: Forecast) -> Table:
     for each in found.copying:
         shares = (f"{share:.1%}" for share in (each.inputs, each.lost, each.entered, each.copied))
         table.add_row(
-            f"{each.items_changed:.2%} of items changed", *shares, *_minutes(each.scoring)
+            f"{100 * each.items_changed:g}% of items changed", *shares, *_minutes(each.scoring)
         )
     return table
 
