@@ -77,7 +77,7 @@ class ShardReuse:
         items: ItemTable,
         device: str | None,
     ) -> Self | None:
-        """What the base has for one shard of users, None if nothing of it can be copied."""
+        """The base's shard of users beside this night's, None if nothing of it can be copied."""
         if base.begun["user_seed"] != made.need("begin")["user_seed"]:
             return None  # their hashes are of other users
         fitting = _fitting(made, base, bundle, tables)
@@ -123,7 +123,7 @@ class ShardReuse:
         return _enters(self.lists) and not self.broken.all()
 
     def ask(self, entities: ShardInput, digests: Digests, hashes: range) -> Asked:
-        """What is to be done with the users of a range of hashes, of whom these are the inputs."""
+        """Users of a range of hashes, of whom these are the inputs: who is looked at, and who is copied unseen."""
         window = self.kept.between(hashes)
         pairs, places = self.kept.pairs[window], self.kept.places[window]
         at = self.kept.find(entities.hashes)
@@ -167,7 +167,7 @@ class ShardReuse:
         return found
 
     def seen(self, places: NDArray[np.int64]) -> Histories:
-        """What users of the base had, by this night's numbers of items."""
+        """Items that users of the base had, by this night's numbers of items."""
         assert self.kept.seen is not None  # noqa: S101 - or nobody asks
         assert self.changes is not None  # noqa: S101 - `open` saw to it
         found = self.kept.seen.take(places)
