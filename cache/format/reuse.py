@@ -13,7 +13,7 @@ REASONS: Final = ("copied", "inputs", "lost", "entered", "computed")
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class UsersByReason:
     """Users by reason and seconds spared, of one night or of several."""
 
     users: Mapping[str, int]
@@ -34,13 +34,13 @@ class Counted:
 class Reuse:
     """Copies of one night, and of the nights it follows from: `nights`, its own the last."""
 
-    night: Counted
+    night: UsersByReason
     base: str | None
     why: str
     """Reason why lists could not be copied; empty where they could."""
     read_because: str
     """Reason why all source files were read; empty where only new ones were."""
-    nights: tuple[Counted, ...]
+    nights: tuple[UsersByReason, ...]
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self | None:
@@ -54,10 +54,10 @@ class Reuse:
             return None
 
     @property
-    def lately(self) -> Counted:
+    def lately(self) -> UsersByReason:
         """All of its nights as one: their users added up, and the mean of the seconds that each was spared."""
         spared_s = sum(each.spared_s for each in self.nights)
-        return Counted(
+        return UsersByReason(
             _added(each.users for each in self.nights), spared_s / max(1, len(self.nights))
         )
 
@@ -69,8 +69,8 @@ class Reuse:
         }  # fmt: skip
 
 
-def _counted(told: Mapping[str, Any]) -> Counted:
-    return Counted(_added([told["users"]]), float(told["spared_s"]))
+def _counted(told: Mapping[str, Any]) -> UsersByReason:
+    return UsersByReason(_added([told["users"]]), float(told["spared_s"]))
 
 
 def _added(parts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
