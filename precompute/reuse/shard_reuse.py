@@ -21,7 +21,7 @@ from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
 from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.base import Base
 from precompute.reuse.computed_by import computed_by
-from precompute.reuse.copied import Asked, paired
+from precompute.reuse.copied import Decisions, paired
 from precompute.reuse.digests import Digests
 from precompute.reuse.items import ItemChanges
 from precompute.reuse.kept_shard import KeptShard
@@ -122,7 +122,7 @@ class ShardReuse:
         """True if an item could enter lists: then the vectors of those who are copied are wanted, too."""
         return _enters(self.lists) and not self.broken.all()
 
-    def ask(self, entities: ShardInput, digests: Digests, hashes: range) -> Asked:
+    def ask(self, entities: ShardInput, digests: Digests, hashes: range) -> Decisions:
         """Users of a range of hashes, of whom these are the inputs: who is looked at, and who is copied unseen."""
         window = self.kept.between(hashes)
         pairs, places = self.kept.pairs[window], self.kept.places[window]
@@ -143,7 +143,7 @@ class ShardReuse:
             others &= places >= 0
             kept = np.concatenate([kept, places[others]])
             kept_hashes = np.concatenate([kept_hashes, pairs["hash"][others]])
-        return Asked(
+        return Decisions(
             rows, same[rows], stays[rows], kept, kept_hashes, ours,
             int(entities.has_vector[left].sum()),
         )  # fmt: skip
