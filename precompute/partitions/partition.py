@@ -148,7 +148,7 @@ def partition(
             count = partial(_count_users, folder, shards=config.shards, unusable=noted)
             users = list(pool.map(count, range(config.shards)))
         if None not in users:
-            told = [unusable.to_json(), *([] if earlier is None else [earlier.unusable])]
+            told = [*([] if earlier is None else [earlier.unusable]), unusable.to_json()]
             count_all = sum(each or 0 for each in users)
             return Partitioned(seed, count_all, counted, merged(told), earlier is not None)
         earlier = None
