@@ -147,7 +147,7 @@ def partition(
             count = partial(_count_users, folder, shards=config.shards, unusable=noted)
             users = list(pool.map(count, range(config.shards)))
         if None not in users:
-            told = merged([unusable.to_json(), {} if earlier is None else earlier.unusable])
+            told = merged([{} if earlier is None else earlier.unusable, unusable.to_json()])
             return Partitioned(seed, sum(filter(None, users)), counted, told, earlier is not None)
         earlier = None
         seed += 1

@@ -203,7 +203,7 @@ def files_of(*roots: Path) -> Iterator[str]:
             names |= {
                 each.relative_to(root).as_posix()
                 for each in (root / folder).rglob("*")
-                if each.is_file()
+                if each.is_file() and each.suffix != ".part"  # what a kill leaves, a sweep removes
             }
     yield from sorted(names)
 
