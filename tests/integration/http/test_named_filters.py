@@ -23,7 +23,7 @@ from precompute.cli.plan import _tables
 from precompute.cli.status_report import look, report
 from precompute.config.settings import FilterConfig
 from precompute.planning.forecast import PlanParameters, forecast
-from precompute.scoring import users as scoring
+from precompute.scoring.users import work as scoring
 from serving.client import AsyncClient, InvalidRequest, Options
 from serving.explain import cli as explain_cli
 from serving.explain import lookup_cli
