@@ -25,7 +25,10 @@ class Night:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Result of a step and its row in a night's table: how many, and bytes, are 0 where they have no meaning."""
+    """Result of a step and its row in a night's table: how many, and bytes, are 0 where they have no meaning.
+
+    `what` may have several lines.
+    """
 
     found: Step
     what: str

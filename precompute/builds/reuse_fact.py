@@ -1,9 +1,10 @@
-"""What a night says of its copies: users by reason, seconds spared, and the same of the nights before it."""
+"""The fact of a night's copies: users by reason, seconds spared, and the same of the nights before it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from cache.errors import LarderError
+from cache.format.reuse import FACT, NIGHTS
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
 
@@ -11,10 +12,6 @@ COPIED, INPUTS, LOST, ENTERED = range(4)
 REASONS: Final = ("copied", "inputs", "lost", "entered")
 """Reasons by number: copied; or computed for its inputs, for an item of its list, for one that could enter it."""
 
-FACT: Final = "reuse"
-"""Name of the fact in manifests."""
-NIGHTS: Final = 14
-"""Nights that a manifest tells of, its own the last."""
 MEASURED_USERS: Final = 1_000
 """Computed users from which on a night's own time for each is believed."""
 
@@ -28,10 +25,7 @@ def reuse_of(made: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
     begun, embedded = made.need("begin"), made.need("embed_items")
     noted = begun.get("base") or {}
     before = _before(made, noted.get("generation"))
-    users = dict.fromkeys((*REASONS, "computed"), 0)
-    for each in (report["users"] for report in reports):
-        for name, count in (each.get("reasons") or {"computed": each["scored"]}).items():
-            users[name] += count
+    users = users_by_reason(reports)
     computed = sum(users.values()) - users["copied"]
     busy_s = sum(
         report["users"]["seconds"][stage] for report in reports for stage in ("tower", "topk")
@@ -47,6 +41,15 @@ def reuse_of(made: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
     }  # fmt: skip
     night = {name: found[name] for name in ("users", "spared_s")}
     return {**found, "nights": [*before.get("nights", ()), night][-NIGHTS:]}
+
+
+def users_by_reason(reports: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Users by reason of all shards; all of one where nothing could be copied are `computed`."""
+    users = dict.fromkeys((*REASONS, "computed"), 0)
+    for each in (report["users"] for report in reports):
+        for name, count in (each.get("reasons") or {"computed": each["scored"]}).items():
+            users[name] += count
+    return users
 
 
 def _before(made: Build, generation: str | None) -> Mapping[str, Any]:

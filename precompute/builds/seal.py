@@ -26,9 +26,9 @@ from cache.format.manifest import (
     Table,
     TablePart,
 )
+from cache.format.reuse import FACT as REUSE
 from cache.model.input_sample import FACT
 from cache.store.artefacts import generation_path
-from precompute.builds import reuse_fact
 from precompute.builds.build import (
     Build,
     cut_of,
@@ -36,6 +36,7 @@ from precompute.builds.build import (
     open_bundle,
     shard_report,
 )
+from precompute.builds.reuse_fact import reuse_of
 from precompute.builds.tables import (
     configured_tables,
     entity_of,
@@ -138,7 +139,7 @@ def seal(made: Build) -> Manifest:
                 report[kind].get("unusable", {}) for report in reports for kind in ("users", "items")
             )]),
             "vocabulary_digest": bundle.vocabulary_digest,
-            reuse_fact.FACT: reuse_fact.reuse_of(made, reports),
+            REUSE: reuse_of(made, reports),
             FACT: models.get("probe"),  # none where an earlier version had taken that step
         },
         seen=tuple(

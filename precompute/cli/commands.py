@@ -4,6 +4,7 @@ import argparse
 import math
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from cache.errors import ConfigError, Conflict, LarderError
@@ -44,7 +45,7 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
             "steps": [
                 {
                     "step": step,
-                    "what": row.what,
+                    "what": row.what.replace("\n", "; "),
                     "seconds": round(seconds, 3),
                     "size_bytes": row.size_bytes,
                 }
@@ -56,9 +57,12 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         column.justify, column.no_wrap = "right", True
     for step, row, seconds in steps:
         size = size_text(row.size_bytes) if row.size_bytes else ""
-        table.add_row(step.replace("_", " "), row.what, f"{seconds:.2f}", row.rate(seconds), size)
+        what = escape(row.what)
+        table.add_row(step.replace("_", " "), what, f"{seconds:.2f}", row.rate(seconds), size)
     table.add_section()
-    table.add_row("night", steps[0][1].what, f"{sum(seconds for _, _, seconds in steps):.2f}")
+    table.add_row(
+        "night", steps[0][1].found["generation"], f"{sum(seconds for _, _, seconds in steps):.2f}"
+    )
     return [table]
 
 

@@ -55,6 +55,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
         ("answer-bytes", int, "N", ("bytes of a single lookup's answer, kept beside its record; 0 where only batches "
          "are asked for (default: from K and the ids)")),
         ("gpu-users-per-s", float, "RATE", "also say how long scoring takes at this rate"),
+        ("users-changed", float, "SHARE", ("of a night that copies: share of the users with other inputs (default: "
+         "those with an interaction in the last day before the cut; 0.1 where nothing has a time)")),
+        ("items-changed", float, "SHARE", ("of a night that copies: share of the items gone, new or changed (default: "
+         "nights for 0, 0.001 and 0.01)")),
         ("redis-gb", float, "GB", "memory of each Redis node, not the configured one's"),
         ("redis-nodes", int, "N", "masters, with --redis-gb (default 1)"),
         ("host-gb", float, "GB", "memory of a reader's host (default: free here)"),
@@ -116,6 +120,11 @@ def _asked(arguments: argparse.Namespace) -> PlanParameters:
         raise ConfigError("--answer-bytes is 0 or more", field="answer_bytes")
     if not 0 <= arguments.zipf <= 10:
         raise ConfigError(f"--zipf is 0 to 10, not {arguments.zipf:g}", field="zipf")
+    for name in ("users_changed", "items_changed"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 <= value <= 1:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is a share of 1, not {value:g}", field=name)
     if arguments.redis_nodes is not None and arguments.redis_gb is None:
         raise ConfigError(
             "--redis-nodes goes with --redis-gb, the memory of each", field="redis_nodes"
@@ -124,6 +133,7 @@ def _asked(arguments: argparse.Namespace) -> PlanParameters:
         arguments.users, arguments.items, arguments.k, arguments.dims, arguments.qps,
         arguments.processes, arguments.sample, arguments.seconds, arguments.data_until,
         tuple(arguments.l1_mb), arguments.zipf, arguments.answer_bytes, arguments.gpu_users_per_s,
+        arguments.users_changed, arguments.items_changed,
     )  # fmt: skip
 
 
@@ -192,6 +202,7 @@ def _tables(
         rate = f"at the stated {asked.gpu_users_per_s:,.0f} users/s"
         times.add_row("score on a GPU", f"{found.gpu_s / 60:.2f}", "", rate)
     times.add_row("load", *_minutes(found.load), f"beside readers at most {found.floor_s / 60:.2f}")
+    copying = _copying(found)
     memory = Table("step", "memory at most")
     memory.columns[1].justify = "right"
     for step, found_bytes in step_bytes(shape).items():
@@ -222,7 +233,24 @@ def _tables(
     busy = "other programs were busy here meanwhile: by the clock, times are too long"
     notes = [timings.note] * bool(timings.note) + [busy] * found.is_busy
     ahead = [filters] * bool(found.filters)
-    return [sizes, times, *map(escape, notes), memory, rates, *ahead, gates]
+    return [sizes, times, *map(escape, notes), copying, memory, rates, *ahead, gates]
+
+
+def _copying(found: Forecast) -> Table:
+    """Scoring of a night that computes all, and of nights that copy what did not change."""
+    table = Table(
+        "scoring", "users' inputs", "an item gone", "an item enters", "copied", "minutes",
+        "processor minutes", title=f"a night that copies: {found.copying_note}",
+    )  # fmt: skip
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    table.add_row("all computed", "", "", "", "0.0%", *_minutes(found.timings.all))
+    for each in found.copying:
+        shares = (f"{share:.1%}" for share in (each.inputs, each.lost, each.entered, each.copied))
+        table.add_row(
+            f"{100 * each.items_changed:g}% of items changed", *shares, *_minutes(each.scoring)
+        )
+    return table
 
 
 def _pays(one: FilterCost, qps: float | None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from cache.control.schedule import Schedule
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
+from cache.format.reuse import Reuse
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
@@ -155,7 +156,9 @@ def _generation(config: NightConfig, seen: NamespaceState, generation: str) -> d
 def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dict[str, Any]:
     """Fields that only a finished generation has; null before that."""
     if manifest is None:
-        return dict.fromkeys(("data_until", "tables", "redis_bytes", "store_bytes", "gates"))
+        return dict.fromkeys(
+            ("data_until", "tables", "redis_bytes", "store_bytes", "gates", "reuse")
+        )
     tables = {
         name: {
             "records": sum(part.count for part in table.parts),
@@ -174,6 +177,7 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
         "redis_bytes": sum(each["bytes"] for each in tables.values()),
         "store_bytes": sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
         "gates": {"run": len(manifest.gates), "failed": failed, "overrides": dict(overrides)},
+        "reuse": None if (reuse := Reuse.of(manifest.facts)) is None else reuse.to_json(),
     }
 
 

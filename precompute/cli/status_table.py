@@ -8,8 +8,9 @@ from rich.text import Text
 
 from precompute.builds.night import size_text
 from precompute.cli.status_report import ABSENT, AWAY
+from precompute.reuse.words import users_in_words
 
-_COLUMNS = ("generation", "state", "data until", "Redis", "store", "gates", "notes")
+_COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied", "gates", "notes")
 
 
 def shown(told: Mapping[str, Any]) -> list[Table | str | Text]:
@@ -33,6 +34,7 @@ def _row(each: Mapping[str, Any]) -> tuple[str, ...]:
         each["data_until"] or "-",
         _size(each["redis_bytes"]),
         _size(each["store_bytes"]),
+        _share(each["reuse"]),
         _gates(each["gates"]),
         " ".join(notes),
     )
@@ -40,6 +42,29 @@ def _row(each: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _size(size_bytes: int | None) -> str:
     return "-" if size_bytes is None else size_text(size_bytes)
+
+
+def _share(reuse: Mapping[str, Any] | None) -> str:
+    share = None if reuse is None else reuse["share"]
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _copies(told: Mapping[str, Any]) -> list[str]:
+    """Copies of the live generation, and of the last nights up to it."""
+    reuse = next((each["reuse"] for each in told["generations"] if "live" in each["roles"]), None)
+    if reuse is None:
+        return []
+    lately, line = reuse["lately"], f"users of the live one: {users_in_words(reuse['users'])}"
+    if reuse["base"] is None:
+        line += f": {reuse['why']}" if reuse["why"] else ""
+    else:
+        line += f"; {reuse['spared_s']:,.1f} s spared"
+    if lately["nights"] > 1 and lately["share"] is not None:
+        line += (
+            f"; of the last {lately['nights']} nights {lately['share']:.1%} copied, "
+            f"{lately['spared_s']:,.1f} s spared a night"
+        )
+    return [line]
 
 
 def _gates(gates: Mapping[str, Any] | None) -> str:
@@ -77,6 +102,7 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
             lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit)}")
     if (canary := told["canary"]) is not None:
         lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
+    lines += _copies(told)
     replicas = len(told["replicas"])
     lines.append(
         f"{replicas} replica{'s' * (replicas != 1)}, blocklist version {told['blocklist_version']}"

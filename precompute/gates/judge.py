@@ -31,6 +31,7 @@ from precompute.gates.rules.entities import (
     items_of_live,
     known_ids,
     record_ids,
+    unusable_rows,
 )
 from precompute.gates.rules.exact import exact_lists, exact_numbers, history_in_lists, item_vectors
 from precompute.gates.rules.future import heldout_recall
@@ -66,7 +67,6 @@ from precompute.gates.rules.records import (
     short_lists,
 )
 from precompute.gates.rules.skew import skew, skew_cosine
-from precompute.gates.rules.unusable import unusable_rows
 
 GATES: Final[tuple[Gate, ...]] = (
     maxmemory_policy,

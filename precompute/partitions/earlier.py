@@ -9,7 +9,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from precompute.partitions.shard_files import HASH, read_batches, shard_paths
+from cache.store.artefacts import take_file
+from precompute.partitions.shard_files import (
+    HASH,
+    ShardFiles,
+    kinds_in,
+    read_batches,
+    shard_paths,
+)
 
 POPULARITY = "work/popularity.i64"
 """Number of interactions with each item, int64 [items]."""
@@ -65,3 +72,19 @@ class Earlier:
         found[self.places[kept]] = self.popularity[kept]
         lost = int(self.popularity[~kept].sum())
         return found, self.unknown_items + lost, np.union1d(self.unknown, self.gone)
+
+    def take_over(
+        self, shards: int, folder: Path, rows: ShardFiles, ids: ShardFiles, touched: ShardFiles
+    ) -> None:
+        """Puts its rows, ids and whatever else it has into the files of this night's partition."""
+        for shard in range(shards):
+            for batch, lost in self.rows(shard):
+                rows.extend(shard, [batch])
+                if len(lost):
+                    touched.extend(shard, [pa.record_batch([lost], names=[HASH])])
+            ids.extend(shard, self.batches(shard, "ids"))
+            for kind in kinds_in(self.folder, shard)[2:]:
+                ours, theirs = (
+                    shard_paths(each, shard, (kind,))[0] for each in (folder, self.folder)
+                )
+                take_file(theirs, ours)

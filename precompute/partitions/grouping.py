@@ -85,3 +85,23 @@ def first_rows(hashes: NDArray[np.uint64], table: Any) -> NDArray[np.int64]:
     rows = np.full(len(hashes), -1)
     rows[places[::-1]] = np.arange(len(places))[::-1]
     return rows
+
+
+class DistinctHashes:
+    """Distinct hashes, brought together now and then."""
+
+    def __init__(self) -> None:
+        self._found = np.empty(0, np.uint64)
+        self._new: list[NDArray[np.uint64]] = []
+
+    def add(self, hashes: NDArray[np.uint64]) -> None:
+        """Takes some in."""
+        self._new.append(hashes)
+        if sum(map(len, self._new)) > max(1 << 16, len(self._found)):
+            self.all()
+
+    def all(self) -> NDArray[np.uint64]:
+        """Each of them once, sorted."""
+        self._found = np.unique(np.concatenate([self._found, *self._new]))
+        self._new = []
+        return self._found

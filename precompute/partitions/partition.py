@@ -18,10 +18,10 @@ from cache.errors import SourceError
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
-from cache.store.artefacts import take_file
 from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased
 from precompute.partitions.earlier import UNKNOWN_SEED, Earlier
+from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.shard_files import (
     HASH,
     TOUCHED,
@@ -61,7 +61,7 @@ COUNTED_AT_ONCE = 2
 """Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
 
 FILES_AT_ONCE = 2
-"""Files of each shard that are written at the same time: rows and ids."""
+"""Files of each shard that are written at the same time: rows and ids (and who is touched)."""
 
 _IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
 _ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
@@ -76,7 +76,7 @@ def sort_unique(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Counted:
+class InteractionCounts:
     """Counts of interactions: all before the cut, those with unknown items, those of each item; and those after it.
 
     `unknown` are the hashes of the unknown items' ids, sorted.
@@ -95,7 +95,7 @@ class Partitioned:
 
     seed: int
     users: int
-    counted: Counted
+    counted: InteractionCounts
     unusable: Mapping[str, Any]
     """By source, as `Unusable.to_json` has it."""
     took_over: bool
@@ -122,14 +122,13 @@ def partition(
 
     The rows of an `earlier` partition are taken over, source files that are not in it are read, and the users of whom
     more, or less, is known than then are written down (TOUCHED).
-
     Users' vectors, if the night is given any, must have `dims` numbers. What is erased is in none of the files, nor in
     what `late` is told; `restart` is called before the sources are read once more. Values that one of `feature_inputs`
     cannot use are noted. Raises ConfigError where this process may not open a file for each shard, SourceError for an
     input that no row can fill.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    allow_files(FILES_AT_ONCE * config.shards)
+    allow_files((FILES_AT_ONCE + (earlier is not None)) * config.shards)
     columns = sorted({*feature_columns, *(str(each.column) for each in feature_inputs)})
     seed = seed if earlier is None else earlier.seed
     while True:
@@ -148,9 +147,8 @@ def partition(
             count = partial(_count_users, folder, shards=config.shards, unusable=noted)
             users = list(pool.map(count, range(config.shards)))
         if None not in users:
-            told = [*([] if earlier is None else [earlier.unusable]), unusable.to_json()]
-            count_all = sum(each or 0 for each in users)
-            return Partitioned(seed, count_all, counted, merged(told), earlier is not None)
+            told = merged([{} if earlier is None else earlier.unusable, unusable.to_json()])
+            return Partitioned(seed, sum(filter(None, users)), counted, told, earlier is not None)
         earlier = None
         seed += 1
         restart()
@@ -192,8 +190,8 @@ def _write(
     erased: Erased,
     unusable: Unusable,
     earlier: Earlier | None,
-) -> Counted:
-    popularity, unknown = np.zeros(items.count, np.int64), _Hashes()
+) -> InteractionCounts:
+    popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
     count = without_item = newer = 0
 
     def told(batch: Interactions) -> None:
@@ -213,7 +211,7 @@ def _write(
             popularity, without_item, known = earlier.counted(items.count)
             unknown.add(known)
             touched = others.enter_context(_files(folder, TOUCHED, config.shards, _TOUCHED))
-            _take_over(config, folder, earlier, rows, ids, touched)
+            earlier.take_over(config.shards, folder, rows, ids, touched)
         read = read_interactions(
             config.sources,
             Path(config.base),
@@ -245,44 +243,7 @@ def _write(
             count += len(codes)
             without_item += len(codes) - len(known)
             progress(count)
-    return Counted(count, without_item, popularity, unknown.all(), newer)
-
-
-class _Hashes:
-    """Distinct hashes, brought together now and then."""
-
-    def __init__(self) -> None:
-        self._found = np.empty(0, np.uint64)
-        self._new: list[NDArray[np.uint64]] = []
-
-    def add(self, hashes: NDArray[np.uint64]) -> None:
-        self._new.append(hashes)
-        if sum(map(len, self._new)) > max(1 << 16, len(self._found)):
-            self.all()
-
-    def all(self) -> NDArray[np.uint64]:
-        self._found = np.unique(np.concatenate([self._found, *self._new]))
-        self._new = []
-        return self._found
-
-
-def _take_over(
-    config: NightConfig,
-    folder: Path,
-    earlier: Earlier,
-    rows: ShardFiles,
-    ids: ShardFiles,
-    touched: ShardFiles,
-) -> None:
-    """Rows, ids and whatever else an earlier partition has, into the files of this one."""
-    for shard in range(config.shards):
-        for batch, lost in earlier.rows(shard):
-            rows.extend(shard, [batch])
-            if len(lost):
-                touched.extend(shard, [pa.record_batch([lost], schema=_TOUCHED)])
-        ids.extend(shard, earlier.batches(shard, "ids"))
-        for kind in kinds_in(earlier.folder, shard)[2:]:
-            take_file(*(shard_paths(each, shard, (kind,))[0] for each in (earlier.folder, folder)))
+    return InteractionCounts(count, without_item, popularity, unknown.all(), newer)
 
 
 def _write_features(

@@ -30,6 +30,7 @@ from precompute.control.control_keys import connect
 from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.shard_files import USER_VECTORS
 from precompute.planning.capacity import CapacityLimits, verdicts
+from precompute.planning.copies import CopyingNight, copying_nights, lengths, users_changed
 from precompute.planning.filter_costs import FilterCost, filter_costs
 from precompute.planning.hits import Hits, Popularity, hits, popularity_of, zipf
 from precompute.planning.memory import step_bytes
@@ -44,6 +45,8 @@ DAY_S = 86_400.0
 MIB = 1 << 20
 BUSY = 2.0
 """Times the cores by the clock over processor time: a quiet machine has 1 to 1.5."""
+COPIED_BYTES = 17
+"""Bytes on disk for each user of which a later night may copy: a hash, a digest, a reason."""
 ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
 """Approximate bytes of an answer in JSON besides its item ids: as a whole; a score, quotes and commas for each."""
 
@@ -65,6 +68,8 @@ class PlanParameters:
     zipf: float = 1.0
     answer_bytes: int | None = None
     gpu_users_per_s: float | None = None
+    users_changed: float | None = None
+    items_changed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,8 @@ class Forecast:
     gpu_s: float | None
     hits: Sequence[Hits]
     filters: Sequence[FilterCost] = ()
+    copying: Sequence[CopyingNight] = ()
+    copying_note: str = ""
 
     @property
     def is_busy(self) -> bool:
@@ -120,6 +127,8 @@ class Forecast:
             "load_beside_readers_max_s": self.floor_s,
             "l1": [asdict(each) for each in self.hits],
             "filters": [each.to_json() for each in self.filters],
+            "copying": [each.to_json() for each in self.copying],
+            "copying_note": self.copying_note,
         }
 
 
@@ -166,11 +175,13 @@ def forecast(
         if requests is None
         else popularity_of(requests, source_users)
     )
+    share, note = users_changed(asked.users_changed, sample, before)
     return Forecast(
         len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(loading),
         shape.payload_bytes / (config.governor.floor_mib_s * MIB),
         gpu_seconds(timings, asked.gpu_users_per_s, shape), _hits(shape, asked, popularity), filters,
+        copying_nights(timings, shape, share, asked.items_changed, lengths(sample)), note,
     )  # fmt: skip
 
 
@@ -240,7 +251,9 @@ def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int)
         )
         / len(trial.sample.ids),
         item_feature_bytes=_bytes_of(root.glob(ITEM_FEATURES)) / items,
-        work_bytes=round(partition * users / len(trial.sample.ids)) + probe_bytes(users, per_user),
+        work_bytes=round(partition * users / len(trial.sample.ids))
+        + probe_bytes(users, per_user)
+        + COPIED_BYTES * users,
     )
 
 

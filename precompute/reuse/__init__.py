@@ -1,4 +1,4 @@
-"""What a night may copy from an earlier one: the base, what changed since, and the rule that decides.
+"""Copies that a night may take from an earlier one: the base, what changed since, and the rule that decides.
 
 Imports what is below `scoring`. Start at `base`, then `lists`, whose rule is the reason why a copy is as good.
 """

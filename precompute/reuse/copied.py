@@ -15,7 +15,7 @@ from precompute.reuse.kept_shard import PAIR
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class Decisions:
     """Users of a hash range: `rows` of its inputs are looked at, `same` is where the base has them with equal inputs.
 
     `same` int64 [rows], -1 for nowhere; `could_stay` marks those that are copied unless an item enters their list.
@@ -70,7 +70,7 @@ class Copied:
     entered: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
 
     @classmethod
-    def of(cls, asked: Asked, hashes: Digests, own: NDArray[np.int64]) -> Self:
+    def of(cls, asked: Decisions, hashes: Digests, own: NDArray[np.int64]) -> Self:
         """Places of the `own` ones, int64, of those that are looked at, which have these `hashes`, beside the kept."""
         both = np.concatenate([hashes[own], asked.kept_hashes])
         order = np.argsort(both, kind="stable")

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from cache.format.ids import fingerprints
 from precompute.partitions.shard_input import ShardInput
 from precompute.sources.columns import is_text, text_hashes
 
@@ -82,8 +83,8 @@ def of_columns(columns: Mapping[str, Any], count: int) -> Digests:
 
 
 def of_users(entities: ShardInput, items: Digests) -> Digests:
-    """Digests [entities] of what a night sees of each: the whole history by the items' own hashes, features, vector."""
-    found = of_rows(items[entities.ordinals], entities.indptr)
+    """Digests [entities] of what a night sees of each: id, the whole history by the items' hashes, features, vector."""
+    found = of_rows(items[entities.ordinals], entities.indptr) ^ mixed(fingerprints(entities.ids))
     found = mixed(found + of_columns(entities.features, len(found)))
     if entities.vectors is not None:
         bits = np.ascontiguousarray(entities.vectors).view(np.uint32).astype(np.uint64)

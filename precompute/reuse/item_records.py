@@ -55,7 +55,7 @@ def item_records(
     items: ItemTable,
     device: str | None,
 ) -> ItemRecords | None:
-    """What of the base's records of one shard of items may be copied, None if nothing may."""
+    """Records of the base for one shard of items that may be copied, None if none may."""
     embedded = made.need("embed_items")
     if base is None or not embedded["changes"] or not tables:
         return None

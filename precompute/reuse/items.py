@@ -111,7 +111,7 @@ class KeptVectors:
     def of(
         cls, base: Base | None, bundle: Bundle, items: ItemTable, root: Path, device: str | None
     ) -> Self | None:
-        """What can be copied of the base, None if nothing can; `root` holds the digests of this night's inputs."""
+        """Vectors that can be copied of the base, None if none can; `root` holds the digests of this night's inputs."""
         model = bundle.item_tower
         if base is None or base.manifest.items.dims != bundle.dims:
             return None
@@ -158,7 +158,7 @@ class ItemChanges:
 
     @classmethod
     def open(cls, made: Build) -> Self:
-        """What `embed_items` wrote."""
+        """Changes as `embed_items` wrote them."""
         return cls(
             map_file(made.fetch(PLACES), "<i8"),
             map_file(made.fetch(CHANGED), "u1").astype(np.bool_),

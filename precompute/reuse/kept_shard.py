@@ -32,7 +32,7 @@ def reasons_file(shard: int) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptShard:
-    """What the base knew of one shard: every user with a digest, and those with records.
+    """Users of one shard of the base, each with a digest, and the records of those that have any.
 
     `places` int64 [users] is where each one's records lie, -1 for who has none; `tables` are records by table, and
     `seen` what users with records had, where filters ask for it.

@@ -16,6 +16,7 @@ ENTERING_MAX: Final = 1 / 16
 """Share of the items that may be new or changed: with more of them nearly every list is touched."""
 
 _ITEMS_AT_ONCE = 1024
+_LISTS_AT_ONCE = 1 << 14
 _ROUNDING = 2.0**-24 * 1.01
 """A float32 sum of d products is off by at most d * 2**-24 * |user| * |item|, and a little of second order."""
 _SUMS: Final[dict[Metric, int]] = {"inner_product": 2, "cosine": 3}
@@ -29,8 +30,13 @@ _PLAIN: Final = (1e-15, 1e18)
 
 def holds_lost(records: NDArray[Any], lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Mask [n] of the lists with one of the `lost` [items + 1], whose last entry stands for free places."""
-    items = np.minimum(records["items"], np.uint32(len(lost) - 1))
-    found: NDArray[np.bool_] = lost[items].any(axis=1)
+    found = np.zeros(len(records), np.bool_)
+    if not lost.any():
+        return found
+    for start in range(0, len(records), _LISTS_AT_ONCE):
+        part = slice(start, start + _LISTS_AT_ONCE)
+        items = np.minimum(records["items"][part], np.uint32(len(lost) - 1))
+        found[part] = lost[items].any(axis=1)
     return found
 
 

@@ -21,7 +21,7 @@ from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
 from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.base import Base
 from precompute.reuse.computed_by import computed_by
-from precompute.reuse.copied import Asked, paired
+from precompute.reuse.copied import Decisions, paired
 from precompute.reuse.digests import Digests
 from precompute.reuse.items import ItemChanges
 from precompute.reuse.kept_shard import KeptShard
@@ -61,6 +61,7 @@ class ShardReuse:
     broken: NDArray[np.bool_]
     """Mask [records] of the users with a list that cannot be copied, whatever their inputs."""
     item_vectors: NDArray[np.float32]
+    is_same_bundle: bool
     touched: Digests | None
     """Hashes of the users whose inputs have to be read, sorted; None for all."""
 
@@ -76,7 +77,9 @@ class ShardReuse:
         items: ItemTable,
         device: str | None,
     ) -> Self | None:
-        """What the base has for one shard of users, None if nothing of it can be copied."""
+        """The base's shard of users beside this night's, None if nothing of it can be copied."""
+        if base.begun["user_seed"] != made.need("begin")["user_seed"]:
+            return None  # their hashes are of other users
         fitting = _fitting(made, base, bundle, tables)
         stored = {
             name: base.manifest.stored[name] for name in fitting if name in base.manifest.stored
@@ -112,22 +115,22 @@ class ShardReuse:
             broken[:] = True
         hashes = np.ascontiguousarray(kept.pairs["hash"][kept.places >= 0])
         touched = None if _enters(rules) else _touched(made, shard, hashes[broken])
-        return cls(kept, changes, rules, broken, np.asarray(items.vectors), touched)
+        return cls(kept, changes, rules, broken, np.asarray(items.vectors), base.has_lists, touched)
 
     @property
     def needs_vectors(self) -> bool:
         """True if an item could enter lists: then the vectors of those who are copied are wanted, too."""
         return _enters(self.lists) and not self.broken.all()
 
-    def ask(self, entities: ShardInput, digests: Digests, hashes: range) -> Asked:
-        """What is to be done with the users of a range of hashes, of whom these are the inputs."""
+    def ask(self, entities: ShardInput, digests: Digests, hashes: range) -> Decisions:
+        """Users of a range of hashes, of whom these are the inputs: who is looked at, and who is copied unseen."""
         window = self.kept.between(hashes)
         pairs, places = self.kept.pairs[window], self.kept.places[window]
         at = self.kept.find(entities.hashes)
         is_equal = at >= 0
         is_equal[is_equal] = self.kept.pairs["digest"][at[is_equal]] == digests[is_equal]
         same = np.where(is_equal, self.kept.places[at], -1)
-        had_none = is_equal & (same < 0)  # and so has none now
+        had_none = is_equal & (same < 0) & self.is_same_bundle  # and so has none now
         stays = same >= 0
         stays[stays] = ~self.broken[same[stays]]
         same[same >= 0] = np.where(self.kept.whole[same[same >= 0]], same[same >= 0], -1)
@@ -140,7 +143,7 @@ class ShardReuse:
             others &= places >= 0
             kept = np.concatenate([kept, places[others]])
             kept_hashes = np.concatenate([kept_hashes, pairs["hash"][others]])
-        return Asked(
+        return Decisions(
             rows, same[rows], stays[rows], kept, kept_hashes, ours,
             int(entities.has_vector[left].sum()),
         )  # fmt: skip
@@ -164,7 +167,7 @@ class ShardReuse:
         return found
 
     def seen(self, places: NDArray[np.int64]) -> Histories:
-        """What users of the base had, by this night's numbers of items."""
+        """Items that users of the base had, by this night's numbers of items."""
         assert self.kept.seen is not None  # noqa: S101 - or nobody asks
         assert self.changes is not None  # noqa: S101 - `open` saw to it
         found = self.kept.seen.take(places)

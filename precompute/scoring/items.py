@@ -37,7 +37,7 @@ from precompute.sources.unusable import NOT_FINITE, UNFIT, Unusable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemWork:
-    """What all tables of items of one shard share; `models`, `towers` and `features` are by table of values."""
+    """State that all tables of items of one shard share; `models`, `towers` and `features` are by table of values."""
 
     build: Build
     bundle: Bundle

@@ -39,6 +39,7 @@ from precompute.releases.release_log import ReleaseLog
 from precompute.reuse.base import Base, choose_base, settings_digest
 from precompute.reuse.inputs import earlier_partition, partition_files
 from precompute.reuse.items import digests_files
+from precompute.reuse.words import base_in_words
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import shares, write_defaults, write_facets
 from precompute.scoring.inputs import demand_feature_types
@@ -103,7 +104,7 @@ def in_night(night: Night) -> StepRow:
     if found["already_live"]:
         return StepRow(found, f"{name} is live already")
     begun = Build(night.config, night.config.store(), name).need("begin")
-    return StepRow(found, f"{name} ({_read(begun)})")
+    return StepRow(found, f"{name} ({_read(begun)})\n{base_in_words(begun.get('base') or {})}")
 
 
 def _read(begun: Mapping[str, Any]) -> str:

@@ -117,4 +117,9 @@ def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
     found = run(night.config, night.build, progress=night.progress)
     items, dims = int(found["items"]), int(found["dims"])
-    return StepRow(found, f"{items:,} items x {dims}", items, "items", items * dims * 4)
+    what = f"{items:,} items x {dims}"
+    if found.get("copied"):
+        what += f", {found['copied']:,} copied"
+    if apart := sorted(name for name, alike in found.get("regrouped", {}).items() if not alike):
+        what += f"\nnot copied, as rows depend on each other: {', '.join(apart)}"
+    return StepRow(found, what, items, "items", items * dims * 4)

@@ -10,12 +10,14 @@ from typing import Any
 from precompute.builds.build import Build, fetch_items, shard_report
 from precompute.builds.copies import on_this_host
 from precompute.builds.night import Night, StepRow
+from precompute.builds.reuse_fact import users_by_reason
 from precompute.bulk.headroom import writes_files
 from precompute.config.devices import devices, least_busy
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.reuse.computed_by import computed_by
 from precompute.reuse.kept_shard import reasons_file
+from precompute.reuse.words import users_in_words
 from precompute.scoring.items import score_items
 from precompute.scoring.shard import Scorers
 from precompute.scoring.users.shard import score_users
@@ -132,4 +134,9 @@ def in_night(night: Night) -> StepRow:
     scored = run(night.config, night.build, night.build["shards"], progress=night.progress)
     users, items = (sum(each[name] for each in scored) for name in ("users", "items"))
     what = f"{users:,} users, {items:,} items in {len(scored)} shards"
+    made = Build.of(night.config, night.build)
+    reports = [made.need(shard_report(shard)) for shard in night.build["shards"]]
+    reasons = users_by_reason(reports)
+    if sum(reasons.values()) > reasons["computed"]:
+        what += f"\nusers: {users_in_words(reasons)}"
     return StepRow({"users": users, "items": items}, what, int(users + items), "entities")

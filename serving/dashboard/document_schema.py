@@ -81,6 +81,20 @@ DASHBOARD: Json = _object(
             "Newest first",
             generation={"type": "string"}, outcome={"type": "string"}, began_at=_maybe("number"),
             steps=_list({"type": "object"}),
+            reuse={
+                **_object(
+                    "Users by reason (copied; computed for their inputs, for an item lost, for one that may enter), "
+                    "the share copied and the seconds of scoring spared; null: it does not say",
+                    users=_COUNTS, share=_maybe("number"), spared_s={"type": "number"}, base=_maybe("string"),
+                    why={"type": "string"}, read_because={"type": "string"},
+                    lately=_object(
+                        "The last nights up to it, 14 at most: users added up, the mean of the seconds",
+                        nights={"type": "integer"}, users=_COUNTS, share=_maybe("number"),
+                        spared_s={"type": "number"},
+                    ),
+                ),
+                "type": ["object", "null"],
+            },
         )
     ),
     redis=_object(

@@ -10,6 +10,7 @@ import orjson
 from cache.control.night_steps import NIGHT, TIMED_APART
 from cache.errors import LarderError
 from cache.format.manifest import GENERATION, Manifest
+from cache.format.reuse import Reuse
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.releases import MOVES, Release, newest_move
 
@@ -31,6 +32,7 @@ class GenerationFacts:
     told: Mapping[str, Any]
     began_at: float
     steps: Sequence[Mapping[str, Any]]
+    reuse: Mapping[str, Any] | None
 
 
 _UNKNOWN: Mapping[str, Any] = {"data_until": None, "bytes": None, "records": None, "gates": []}
@@ -91,6 +93,7 @@ def _kept(
     state: str | None, manifest: Manifest, reports: Sequence[tuple[str, float, float]]
 ) -> GenerationFacts:
     seconds = dict(manifest.timings) | {step: took for step, _, took in reports}
+    reuse = Reuse.of(manifest.facts)
     before_seal = sum(took for step, took in manifest.timings.items() if step != "verify")
     return GenerationFacts(
         state,
@@ -102,6 +105,7 @@ def _kept(
         },
         manifest.created_at - before_seal,
         [{"step": step, "seconds": round(seconds[step], 3)} for step in NIGHT if step in seconds],
+        None if reuse is None else reuse.to_json(),
     )
 
 
@@ -162,4 +166,5 @@ def _night(name: str, state: str | None, kept: GenerationFacts) -> dict[str, Any
         "outcome": _OUTCOMES.get(state or "", "unfinished"),
         "began_at": kept.began_at,
         "steps": list(kept.steps),
+        "reuse": kept.reuse,
     }

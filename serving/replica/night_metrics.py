@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 from cache.control.schedule import MISSED_MAX
 from cache.format.manifest import Manifest
+from cache.format.reuse import Reuse
 from serving.generations.served_set import Holding
 from serving.metrics.event_counters import by_label
 from serving.replica.freshness import Nights
@@ -87,6 +88,18 @@ def _of(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
         "Records of the live generation, by table",
         "table",
         {name: sum(part.count for part in each.parts) for name, each in tables.items()},
+    )
+    reuse = None if live is None else Reuse.of(live.facts)
+    yield _by(
+        "larder_generation_users",
+        "Users of the live generation whose records were copied, or computed for this reason",
+        "reason",
+        {} if reuse is None else reuse.night.users,
+    )
+    yield GaugeMetricFamily(
+        "larder_night_spared_seconds",
+        "Seconds of scoring that copies spared the live generation's night, of all shards together",
+        None if reuse is None else reuse.night.spared_s,
     )
     for name, text, field in (
         ("value", "What each gate measured of the live generation", "value"),

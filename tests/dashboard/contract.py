@@ -77,11 +77,29 @@ class Step(TypedDict):
     seconds: Number
 
 
+class LastNights(TypedDict):
+    nights: Number
+    users: dict[str, Number] | None
+    share: Number
+    spared_s: Number
+
+
+class Copies(TypedDict):
+    users: dict[str, Number] | None
+    share: Number
+    spared_s: Number
+    base: str | None
+    why: str | None
+    read_because: str | None
+    lately: LastNights | None
+
+
 class Night(TypedDict):
     generation: str
     outcome: str | None
     began_at: When
     steps: list[Step] | None
+    reuse: NotRequired[Copies | None]
 
 
 class Redis(TypedDict):

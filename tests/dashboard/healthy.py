@@ -212,4 +212,26 @@ def _night(day: int, now: float, draw: random.Random) -> Any:
         for step, seconds in zip(STEPS, typical, strict=True)
     ]
     began = now - (day * 24 + 8) * 3600
-    return {"generation": f"night-{day}", "outcome": outcome, "began_at": began, "steps": steps}
+    return {
+        "generation": f"night-{day}", "outcome": outcome, "began_at": began, "steps": steps,
+        "reuse": _reuse(day, draw),
+    }  # fmt: skip
+
+
+def _reuse(day: int, draw: random.Random) -> Any:
+    """Copies of a night; the oldest but one had a new bundle, the oldest is of a version that told nothing."""
+    if day == 6:
+        return None
+    users = {name: round(each * draw.uniform(0.9, 1.1)) for name, each in (
+        ("copied", 208_000), ("inputs", 23_000), ("lost", 6_100), ("entered", 1_700), ("computed", 0),
+    )}  # fmt: skip
+    if day == 5:
+        users = dict.fromkeys(users, 0) | {"computed": 238_864}
+    share = users["copied"] / sum(users.values())
+    return {
+        "users": users, "share": share, "spared_s": 1400 * share, "base": f"night-{day + 1}",
+        "why": "another bundle than the last nights'" if day == 5 else "", "read_because": "",
+        "lately": {
+            "nights": 14, "users": {each: 14 * n for each, n in users.items()}, "share": 0.871, "spared_s": 1180.0,
+        },
+    }  # fmt: skip

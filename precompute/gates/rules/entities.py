@@ -1,4 +1,4 @@
-"""Gates on who has a record: ids neither lost, invented, doubled nor exchanged."""
+"""Gates on who has a record: ids neither lost, invented, doubled nor exchanged, and few rows left out."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from cache.format.manifest import Table
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity, judgement
 from precompute.gates.evidence.user_sample import names_of, sampled_shards
-from precompute.gates.evidence.verdict import Measured, at_least, none_of
+from precompute.gates.evidence.verdict import Measured, at_least, none_of, not_measured
 from precompute.partitions.catalogue import item_texts
 from precompute.sources.columns import text_hashes
 from precompute.sources.vocabulary import AT_ONCE
@@ -184,3 +184,28 @@ def _expected(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint6
         for texts, places in named_entities(candidate, shard):
             expected[places] = text_hashes(texts, FINGERPRINT_SEED)
         yield "user", starts[shard], expected
+
+
+@judgement("unusable_rows")
+def unusable_rows(candidate: Candidate) -> Measured:
+    """Share of rows, values and answers that could not be used, in the worst source; a single one is always let pass.
+
+    Unless the threshold is 0.
+    """
+    threshold = candidate.thresholds.unusable_rows
+    sources: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
+    if not sources:  # an older Larder began the night
+        return not_measured(threshold, "nothing was counted")
+    shares = {name: _left_out(each, threshold) for name, each in sources.items()}
+    worst = max(shares, key=lambda name: shares[name])
+    found = sources[worst]
+    note = f"{found['left_out']:,} of {found['rows']:,} of {worst}"
+    why = "; ".join(f"{reason}: {each['rows']:,}" for reason, each in found["reasons"].items())
+    passed = shares[worst] <= threshold
+    return Measured(passed, round(shares[worst], 6), threshold, f"{note}: {why}" if why else note)
+
+
+def _left_out(source: dict[str, Any], threshold: float) -> float:
+    if source["left_out"] <= 1 and threshold > 0:
+        return 0.0
+    return float(source["left_out"] / max(1, source["rows"]))

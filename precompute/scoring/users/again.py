@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import read_shard, users_alone
-from precompute.reuse.copied import Asked
+from precompute.reuse.copied import Decisions
 from precompute.reuse.digests import of_users
 from precompute.scoring.users.reading import chunks_of
 from precompute.scoring.users.records import own_records
@@ -22,7 +22,7 @@ def users_again(
     limit, found = work.build.config.history_limit, dict[int, dict[str, bytes]]()
     entities = read_shard(folder, work.number, history_limit=limit)
     digests = of_users(entities, work.items.directory.hashes())
-    for chunk, _ in chunks_of(work, Asked.everybody(entities, digests), entities)[0]:
+    for chunk, _ in chunks_of(work, Decisions.everybody(entities, digests), entities)[0]:
         chunk = work.score(work.encode(chunk))
         tables = {
             name: own_records(work, name, table, chunk) for name, table in work.tables.items()

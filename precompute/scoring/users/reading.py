@@ -11,7 +11,7 @@ from cache.model.tower_spec import TowerSpec
 from precompute.bulk.headroom import demand_disk
 from precompute.partitions.shard_files import PARTITION, first_hash
 from precompute.partitions.shard_input import ShardInput, read_shard, slice_shard, users_alone
-from precompute.reuse.copied import Asked, Copied
+from precompute.reuse.copied import Copied, Decisions
 from precompute.reuse.digests import of_users
 from precompute.scoring.inputs import inputs_of
 from precompute.scoring.tables import GrowingFile
@@ -46,7 +46,7 @@ def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None)
     item_hashes, before = work.items.directory.hashes(), 0
     for done, (entities, hashes, left) in enumerate(inputs(work, scratch), 1):
         digests = of_users(entities, item_hashes)
-        asked = Asked.everybody(entities, digests)
+        asked = Decisions.everybody(entities, digests)
         if work.reuse is not None:
             asked = work.reuse.ask(entities, digests, hashes)
         _note_kept(work, len(asked.kept), asked.with_vector)
@@ -64,7 +64,7 @@ def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None)
 
 
 def chunks_of(
-    work: ShardWork, asked: Asked, entities: ShardInput
+    work: ShardWork, asked: Decisions, entities: ShardInput
 ) -> tuple[Iterator[tuple[Chunk, float]], int]:
     """(chunks of those with an input, and of those that are kept, each with how far it reaches; users in all)."""
     specs = {name: model.spec for name, model in work.models.items()}

@@ -1,6 +1,7 @@
 // How fresh the data are, which generations there are and what judged them, how long the nights took.
 
 import { described } from "./chart.js";
+import { copies } from "./copies.js";
 import { el, keyed, say, svg, unknown } from "./dom.js";
 import { bytes, clock, count, duration, instant, isNumber, shown, stamp, words } from "./format.js";
 import { facts, mark, panel, replace, table, tabular } from "./panel.js";
@@ -181,4 +182,4 @@ function lane(night, names, tone, longest) {
 }
 
 /** All panels of the nights, each a function that draws. */
-export const nights = () => [freshness(), generations(), steps()];
+export const nights = () => [freshness(), generations(), steps(), copies()];

@@ -42,7 +42,7 @@ from tests.bench.night import COPIES, COPIES_QUICK, DIMS, REMADE, K, drawn_case,
 from tests.bench.tools.harness import Promise, Report, compare, parse
 from tests.bench.tools.topk_cases import NO_DATA, real_case, real_file
 
-FIRST = datetime(2026, 11, 22, tzinfo=UTC)
+FIRST = datetime(2026, 11, 1, tzinfo=UTC)
 NEW_CLICKS = 3
 WANTED = {"none": 0.12, "users_1pct": 0.15, "users_10pct": 0.25, "items_01pct": 0.45, "all": 1.03}
 SHARES = {"none": 0.0, "users_1pct": 0.01, "users_10pct": 0.1, "items_01pct": 0.1, "all": 1.0}

@@ -14,7 +14,7 @@ from cache.model.tower import Histories
 from cache.store.artefacts import generation_path
 from precompute.partitions.earlier import Earlier
 from precompute.reuse import base, item_records, items, shard_reuse
-from precompute.reuse.copied import Asked
+from precompute.reuse.copied import Decisions
 from precompute.reuse.digests import of_users
 from precompute.reuse.items import ItemChanges
 from precompute.reuse.kept_shard import KeptShard
@@ -130,7 +130,7 @@ def new_user_is_copied(patch: Patch, month: Month) -> None:
         found = self.pairs["hash"].searchsorted(hashes)
         return np.minimum(found, len(self.pairs) - 1)
 
-    def ask(self: ShardReuse, entities: Any, digests: Any, hashes: range) -> Asked:
+    def ask(self: ShardReuse, entities: Any, digests: Any, hashes: range) -> Decisions:
         is_new = real(self.kept, entities.hashes) < 0
         theirs = self.kept.pairs["digest"][nearest(self.kept, entities.hashes)]
         return asked(self, entities, np.where(is_new, theirs, digests), hashes)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cache.model.tower import Histories
 from precompute.builds.reuse_fact import COPIED, ENTERED, INPUTS, LOST
-from precompute.reuse.copied import Asked, Copied
+from precompute.reuse.copied import Copied, Decisions
 from precompute.reuse.kept_shard import PAIR
 
 
@@ -37,7 +37,7 @@ def copied_of(found: list[User]) -> Copied:
     """Copied of users, those that are read being all that is looked at."""
     read = [each for each in found if each.is_read]
     kept = [each for each in found if not each.is_read]
-    asked = Asked(
+    asked = Decisions(
         rows=np.arange(len(read)),
         same=np.array([each.place for each in read], np.int64),
         could_stay=np.array([each.could_stay and each.place >= 0 for each in read], np.bool_),

@@ -93,6 +93,19 @@ def test_steps_stand_in_the_order_of_a_night_with_the_late_ones_from_their_own_f
     assert (found["outcome"], found["began_at"]) == ("published", 2_000 - 40)
 
 
+def test_a_night_tells_what_it_copied_and_an_older_version_nothing(night: Night) -> None:
+    copied = {"users": {"copied": 3, "lost": 1}, "spared_s": 2.0}
+    fact = {**copied, "base": G1, "why": "", "read_because": "", "nights": [copied, copied]}
+    night.make(G1)
+    night.make(G2, facts={"reuse": fact})
+    newest, before = night.read()[1]
+
+    assert before["reuse"] is None
+    assert (newest["reuse"]["share"], newest["reuse"]["base"]) == (0.75, G1)
+    assert newest["reuse"]["lately"]["nights"] == 2
+    assert newest["reuse"]["lately"]["users"]["copied"] == 6
+
+
 def test_without_a_registry_states_are_what_the_records_prove(night: Night) -> None:
     night.release("publish", G1)
     night.release("publish", G2)

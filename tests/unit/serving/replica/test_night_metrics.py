@@ -61,14 +61,19 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
         {"rule": "score_psi", "passed": True, "value": 0.3, "threshold": 0.25, "overridden": "known"},
         {"rule": "live_files", "passed": True, "value": "text", "threshold": None},
     )  # fmt: skip
+    night = {"users": {"copied": 8, "inputs": 2}, "spared_s": 1.5}
     manifest = dataclasses.replace(
-        MANIFEST, gates=gates, timings={"score": 2.5}, created_at=int(NOW - 2 * HOUR_S)
-    )
+        MANIFEST, gates=gates, timings={"score": 2.5}, created_at=int(NOW - 2 * HOUR_S),
+        facts={"reuse": {**night, "base": "g", "why": "", "read_because": "", "nights": [night]}},
+    )  # fmt: skip
     told = releases()
     told.last, told.refused = {"publish": 7.0}, frozenset({"skew"})
     value = registered(manifest, Room(FakeRedis()), told).get_sample_value
 
     assert value("larder_night_step_seconds", {"step": "score"}) == 2.5
+    assert value("larder_generation_users", {"reason": "copied"}) == 8
+    assert value("larder_generation_users", {"reason": "inputs"}) == 2
+    assert value("larder_night_spared_seconds") == 1.5
     assert value("larder_gate_value", {"rule": "score_psi"}) == 0.3
     assert value("larder_gate_threshold", {"rule": "score_psi"}) == 0.25
     assert value("larder_gate_overridden", {"rule": "score_psi"}) == 1.0

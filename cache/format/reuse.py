@@ -1,0 +1,81 @@
+"""The fact `reuse` of a manifest: whose records a night copied, who was computed and why, and what that spared."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+FACT: Final = "reuse"
+"""Name of the fact in manifests."""
+NIGHTS: Final = 14
+"""Nights that a manifest tells of, its own the last."""
+REASONS: Final = ("copied", "inputs", "lost", "entered", "computed")
+"""Reasons in the order in which they are shown; `computed`: of a night, or a shard, that had nothing to copy from."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsersByReason:
+    """Users by reason and seconds spared, of one night or of several."""
+
+    users: Mapping[str, int]
+    spared_s: float
+
+    @property
+    def share(self) -> float | None:
+        """Share of the users whose records were copied; None where there is no user."""
+        total = sum(self.users.values())
+        return self.users["copied"] / total if total else None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {"users": dict(self.users), "share": self.share, "spared_s": self.spared_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Copies of one night, and of the nights it follows from: `nights`, its own the last."""
+
+    night: UsersByReason
+    base: str | None
+    why: str
+    """Reason why lists could not be copied; empty where they could."""
+    read_because: str
+    """Reason why all source files were read; empty where only new ones were."""
+    nights: tuple[UsersByReason, ...]
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self | None:
+        """Copies as a manifest's facts have them; None where they have none, or another version's."""
+        try:
+            told = facts[FACT]
+            nights = tuple(map(_counted, told["nights"]))[-NIGHTS:]
+            base = None if told["base"] is None else str(told["base"])
+            return cls(_counted(told), base, str(told["why"]), str(told["read_because"]), nights)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None
+
+    @property
+    def lately(self) -> UsersByReason:
+        """All of its nights as one: their users added up, and the mean of the seconds that each was spared."""
+        spared_s = sum(each.spared_s for each in self.nights)
+        return UsersByReason(
+            _added(each.users for each in self.nights), spared_s / max(1, len(self.nights))
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able form: the night, and `lately` with the number of its nights."""
+        return {
+            **self.night.to_json(), "base": self.base, "why": self.why, "read_because": self.read_because,
+            "lately": {"nights": len(self.nights), **self.lately.to_json()},
+        }  # fmt: skip
+
+
+def _counted(told: Mapping[str, Any]) -> UsersByReason:
+    return UsersByReason(_added([told["users"]]), float(told["spared_s"]))
+
+
+def _added(parts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    found = dict.fromkeys(REASONS, 0)
+    for users in parts:
+        for name in REASONS:
+            found[name] += int(users.get(name, 0))
+    return found

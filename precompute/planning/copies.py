@@ -1,0 +1,161 @@
+"""A night that copies, foretold: the lists that a day's changes touch, and the scoring that is left. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from math import exp, lgamma
+from typing import Any, Final
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from precompute.planning.sampling import Sample
+from precompute.planning.sizes import Shape
+from precompute.planning.spent import Spent
+from precompute.planning.trial import Timings
+from precompute.reuse.lists import ENTERING_MAX
+from precompute.sources.moments import MICROSECONDS
+
+ITEMS_CHANGED: Final = (0.0, 0.001, 0.01)
+"""Shares of the items for which a plan shows a night, where none is stated."""
+USERS_CHANGED: Final = 0.1
+"""Share of the users that is taken where none is stated and the sources have no times."""
+_DAY_US = 86_400 * MICROSECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class CopyingNight:
+    """A night after one that it copies from; shares of the users by the reason for which they are computed.
+
+    With a share of the items these are bounds: as if all of it had left the histories and lists it was in, and as many
+    new items had come into others.
+    """
+
+    items_changed: float
+    inputs: float
+    lost: float
+    entered: float
+    scoring: Spent
+
+    @property
+    def copied(self) -> float:
+        """Share of the users that is copied, at least."""
+        return max(0.0, 1 - self.inputs - self.lost - self.entered)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able form for `--json`."""
+        told = asdict(self)
+        wall_s, cpu_s = told.pop("scoring")
+        return {**told, "copied": self.copied, "scoring_s": wall_s, "scoring_cpu_s": cpu_s}
+
+
+def users_changed(
+    stated: float | None, sample: Sample, before: datetime | None
+) -> tuple[float, str]:
+    """(share of the users that a night finds changed, in words how it is known)."""
+    if stated is not None:
+        return stated, f"{stated:.1%} of the users changed, as stated"
+    found = active_lately(sample, before)
+    if found is None:
+        return (
+            USERS_CHANGED,
+            f"{USERS_CHANGED:.1%} of the users changed: assumed, nothing has a time",
+        )
+    return found, f"{found:.1%} of the users did something in the last day before the cut"
+
+
+def active_lately(sample: Sample, before: datetime | None) -> float | None:
+    """Share of the sample's users with an interaction in the last day before the cut; None where there are no times.
+
+    Without a cut the day ends with the newest interaction.
+    """
+    if not (sample.times > 0).any():
+        return None
+    newest = int(sample.times.max()) + 1
+    end = newest if before is None else int(before.timestamp() * MICROSECONDS)
+    lately = sample.owners[sample.times >= end - _DAY_US]
+    return len(np.unique(lately)) / len(sample.ids)
+
+
+def touched(items: int, changed: float, width: int) -> float:
+    """Share of the lists of `width` items that hold one of the `changed` share of all `items`, whichever these are.
+
+    1 - C(items - changed, width) / C(items, width): 1 - (1 - changed) ** width where a list is short beside the items.
+    """
+    some, width = changed * items, min(width, items)
+    if some + width > items:
+        return 1.0 if some and width else 0.0
+    left = lgamma(items - some + 1) - lgamma(items - some - width + 1)
+    return 1 - exp(left + lgamma(items - width + 1) - lgamma(items + 1))
+
+
+def copying_night(
+    timings: Timings,
+    shape: Shape,
+    users_changed: float,
+    items_changed: float,
+    histories: NDArray[np.int64],
+) -> CopyingNight:
+    """The night after one that it copies from, in which these shares of the users and of the items changed.
+
+    `histories` int64 are the numbers of different items that some users had: with one that is gone, inputs differ.
+    """
+    lost, entered = _computed(shape, "user", items_changed)
+    had = _mean_touched(shape.items, items_changed, histories)
+    stay = (1 - users_changed) * (1 - had)
+    inputs, lost, entered = 1 - stay, stay * lost, stay * entered
+    computed = inputs + lost + entered
+    # Who an item may enter is told by the vectors of all users.
+    left = {
+        "tower": 1.0 if items_changed else inputs,
+        "topk": min(1.0, computed + items_changed * (1 - computed)),
+    }
+    busy = timings.stages
+    of_users = sum(left.get(name, 1.0) * busy[name] for name in busy) / max(
+        sum(busy.values()), 1e-9
+    )
+    of_items = min(1.0, items_changed + sum(_computed(shape, "item", items_changed)))
+    scoring = timings.prepare.and_(timings.shards).and_(timings.embed.times(items_changed))
+    scoring = scoring.and_(timings.users.times(of_users)).and_(timings.items.times(of_items))
+    return CopyingNight(items_changed, inputs, lost, entered, scoring)
+
+
+def copying_nights(
+    timings: Timings,
+    shape: Shape,
+    users_changed: float,
+    items_changed: float | None,
+    histories: NDArray[np.int64],
+) -> Sequence[CopyingNight]:
+    """The night for the share of items that is stated, else one for each of ITEMS_CHANGED."""
+    shares = ITEMS_CHANGED if items_changed is None else (items_changed,)
+    return [copying_night(timings, shape, users_changed, each, histories) for each in shares]
+
+
+def lengths(sample: Sample) -> NDArray[np.int64]:
+    """Numbers of different items that each user of the sample had; int64 [users]."""
+    if not len(sample.owners):
+        return np.zeros(len(sample.ids), np.int64)
+    items = np.asarray(pc.dictionary_encode(sample.items).indices, np.int64)
+    pairs = np.unique(sample.owners * (int(items.max()) + 1) + items)
+    return np.bincount(pairs // (int(items.max()) + 1), minlength=len(sample.ids))
+
+
+def _mean_touched(items: int, changed: float, widths: NDArray[np.int64]) -> float:
+    found, counts = np.unique(widths, return_counts=True)
+    shares = [touched(items, changed, width) for width in found.tolist()]
+    return float(np.dot(shares, counts)) / max(1, len(widths))
+
+
+def _computed(shape: Shape, entity: str, changed: float) -> tuple[float, float]:
+    """(lists that lose an item, lists besides that one may enter) as shares of the lists of users, or of items."""
+    width = sum(
+        layout.width
+        for of, layout in shape.layouts.values()
+        if of == entity and layout.kind == "topk"
+    )
+    lost = touched(shape.items, changed, width)
+    # A new item is as likely in a list as any, so as many lists are entered as are left.
+    entered = 1.0 if changed > ENTERING_MAX and width else lost
+    return lost, (1 - lost) * entered

@@ -1,0 +1,49 @@
+"""A DAG of every hour: its own tasks, its own ticks, and the second night copies what the first one has."""
+
+import json
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from cache.format.reuse import Reuse
+from cache.process.redis_server import RedisServer
+from cache.store.artefacts import read_manifest
+from tests.dags.test_parse import ROOT, in_airflow
+from tests.integration.changed.month import FIRST, Month
+from tests.integration.nights import prepare
+
+
+def test_the_second_of_two_hourly_nights_copies_and_reads_only_the_hour_between(
+    tmp_path: Path, own_redis: RedisServer
+) -> None:
+    # given: what was before the first tick
+    config = prepare(tmp_path / "night", own_redis.url, users=120, items=60)
+    month = Month.of(config, own_redis.url, seed=1)
+    (tmp_path / "night/larder.toml").write_text(
+        f'namespace = "{config.namespace}"\nartifacts = "artifacts"\nstate = "state"\nbundle = "bundle"\n'
+        'shards = 2\nschedule = "0 * * * *"\n[tables.user_topk]\nkind = "user_topk"\nk = 10\n'
+        '[sources]\ninteractions = "interactions"\nitem_features = "items.parquet"\n'
+    )
+
+    def night_after(moment: datetime) -> tuple[str, str]:
+        """Tick and generation of the DAG's next run."""
+        told = in_airflow(
+            tmp_path, str(ROOT / "tests/dags/hourly.py"), str(ROOT / "dags"), moment.isoformat(),
+            LARDER_CONFIG=str(tmp_path / "night/larder.toml"), REDIS_URL=own_redis.url,
+        )  # fmt: skip
+        tick, generation = json.loads(told.splitlines()[-1])
+        return tick, generation
+
+    # when: one night, the file of an hour, another night
+    first, one = night_after(FIRST - timedelta(seconds=1))
+    month.night = 1
+    users, items = month.ids("user")[:6], month.ids("item")[:6]
+    month.clicks(users, items, at=[FIRST + timedelta(minutes=5 + each) for each in range(6)])
+    second, two = night_after(FIRST)
+
+    # then
+    assert [first, second] == [FIRST.isoformat(), (FIRST + timedelta(hours=1)).isoformat()]
+    found = Reuse.of(read_manifest(month.config.store(), two).facts)
+    assert found is not None
+    assert (found.base, found.why, found.read_because) == (one, "", "")
+    assert found.night.users["inputs"] == len(users)
+    assert found.night.users["copied"] == sum(found.night.users.values()) - len(users)

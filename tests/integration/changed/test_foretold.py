@@ -1,0 +1,102 @@
+"""A night that copies as `plan` foretells it, beside the real one: whose inputs differ, which lists items touch."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from cache.process.redis_server import RedisServer
+from precompute.config.settings import TableConfig
+from precompute.planning.copies import CopyingNight
+from precompute.planning.forecast import PlanParameters, forecast
+from tests.integration.changed.month import Month
+from tests.integration.nights import prepare, top_lists
+
+USERS, ITEMS, GONE, K = 600, 200, 4, 10
+
+
+@pytest.fixture
+def month(tmp_path: Path, own_redis: RedisServer) -> Month:
+    config = prepare(tmp_path / "month", own_redis.url, users=USERS, items=ITEMS)
+    config = replace(config, tables={"user_topk": TableConfig("user_topk", k=K)})
+    return Month.of(config, own_redis.url, seed=5)
+
+
+def typical_items(month: Month, generation: str) -> list[str]:
+    """Items that are in as many lists, and in as many histories, as the average."""
+    files = [pq.read_table(month.file(number)) for number in range(month.night + 1)]
+    had = {(user, item) for each in files for user, item in zip(*pairs(each), strict=True)}
+    lists = top_lists(month.config, generation, month.ids("user"))
+    both = Counter(item for _, item in had), Counter(i for each in lists.values() for i in each)
+    means = [sum(counts.values()) / ITEMS for counts in both]
+
+    def off(item: str) -> float:
+        return sum(abs(counts[item] / mean - 1) for counts, mean in zip(both, means, strict=True))
+
+    return sorted(month.ids("item"), key=off)[:GONE]
+
+
+def pairs(table: pa.Table) -> tuple[list[str], list[str]]:
+    """Users and items of interactions."""
+    return table["user"].to_pylist(), table["item"].to_pylist()
+
+
+def without(month: Month, items: list[str]) -> pa.Table:
+    """The catalogue without these, written; what it was."""
+    path = month.config.path("items.parquet")
+    table = pq.read_table(path)
+    kept = pc.invert(pc.is_in(table["item"], pa.array(items)))
+    pq.write_table(table.filter(kept), path)
+    return table
+
+
+def foretold(month: Month, items_changed: float) -> CopyingNight:
+    """The night to come."""
+    asked = PlanParameters(
+        data_until=month.cut.isoformat(), seconds=0.2, items_changed=items_changed
+    )
+    found = forecast(month.config, asked)
+    (copying,) = found.copying
+    assert 0 < copying.scoring.cpu_s < found.timings.all.cpu_s
+    assert "in the last day before the cut" in found.copying_note
+    return copying
+
+
+def shares(month: Month, generation: str) -> dict[str, float]:
+    """Users by reason, as shares."""
+    found = month.reasons(generation)
+    return {name: count / sum(found.values()) for name, count in found.items()}
+
+
+def test_what_is_foretold_is_what_a_small_night_finds(month: Month) -> None:
+    first = month.publish()
+
+    # a day like any other: users alone
+    month.night = 1
+    month.a_day()
+    told, found = foretold(month, 0.0), shares(month, month.publish())
+    assert found["inputs"] == pytest.approx(told.inputs, abs=0.01)
+    assert found["copied"] == pytest.approx(told.copied, abs=0.01)
+
+    # a day on which items go
+    month.night = 2
+    month.a_day()
+    gone = typical_items(month, first)
+    catalogue = without(month, gone)
+    told, found = foretold(month, GONE / ITEMS), shares(month, month.publish())
+    assert found["inputs"] == pytest.approx(told.inputs, abs=0.06)
+    assert found["lost"] == pytest.approx(told.lost, abs=0.06)
+    assert found["copied"] >= told.copied - 0.05
+
+    # and one on which they are there again: lists are entered, none loses an item
+    month.night = 3
+    month.a_day()
+    pq.write_table(catalogue, month.config.path("items.parquet"))
+    told, found = foretold(month, GONE / ITEMS), shares(month, month.publish())
+    assert found["lost"] == 0.0
+    assert found["entered"] == pytest.approx(told.lost, abs=0.06)
+    assert found["copied"] >= told.copied - 0.05

@@ -1,0 +1,61 @@
+"""The fact of copies in a manifest: read as it is written, and left alone where another version wrote it."""
+
+from typing import Any
+
+import pytest
+
+from cache.format.reuse import FACT, NIGHTS, REASONS, Reuse
+
+USERS = {"copied": 90, "inputs": 6, "lost": 3, "entered": 1, "computed": 0}
+
+
+def told(**changes: Any) -> dict[str, Any]:
+    night = {"users": USERS, "spared_s": 4.5}
+    found = {
+        "base": "g",
+        "why": "",
+        "read_because": "",
+        "took_over": True,
+        **night,
+        "nights": [night],
+    }
+    return {FACT: found | changes}
+
+
+def test_a_night_is_told_with_the_mean_of_those_before_it() -> None:
+    first = {"users": dict.fromkeys(USERS, 0) | {"computed": 100}, "spared_s": 0.0}
+    reuse = Reuse.of(told(nights=[first, {"users": USERS, "spared_s": 4.5}]))
+
+    assert reuse is not None and reuse.night.share == 0.9
+    found = reuse.to_json()
+    assert (found["share"], found["spared_s"], found["base"]) == (0.9, 4.5, "g")
+    assert found["lately"] == {
+        "nights": 2, "users": USERS | {"computed": 100}, "share": 0.45, "spared_s": 2.25,
+    }  # fmt: skip
+
+
+def test_of_more_nights_than_are_told_the_last_ones_count() -> None:
+    nights = [{"users": USERS, "spared_s": float(number)} for number in range(NIGHTS + 3)]
+    reuse = Reuse.of(told(nights=nights))
+
+    assert reuse is not None and len(reuse.nights) == NIGHTS
+    assert reuse.lately.spared_s == 3 + (NIGHTS - 1) / 2
+
+
+def test_who_has_no_users_has_no_share() -> None:
+    reuse = Reuse.of(told(users={}, nights=[]))
+
+    assert reuse is not None and reuse.night.share is None
+    assert reuse.night.users == dict.fromkeys(REASONS, 0)
+    assert reuse.to_json()["lately"]["spared_s"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {}, {FACT: None}, {FACT: {}}, told(users=3), told(users={"copied": "many"}),
+        told(nights=[1]), told(spared_s=None), told(nights=None),
+    ],
+)  # fmt: skip
+def test_what_another_version_says_is_nothing(facts: dict[str, Any]) -> None:
+    assert Reuse.of(facts) is None

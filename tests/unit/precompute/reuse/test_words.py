@@ -1,0 +1,35 @@
+"""What a night's table says of its copies."""
+
+import pytest
+
+from precompute.reuse.base import BUNDLE, NONE
+from precompute.reuse.words import base_in_words, users_in_words
+
+
+@pytest.mark.parametrize(
+    ("users", "said"),
+    [
+        ({"copied": 1_360, "inputs": 30, "lost": 6, "entered": 4}, (
+            "1,360 copied, 40 computed (30 for their inputs, "
+            "6 for an item gone or changed, 4 for one that may enter)"
+        )),
+        ({"copied": 5, "inputs": 0}, "5 copied, 0 computed"),
+        ({"copied": 0, "computed": 7}, "0 copied, 7 computed"),
+    ],
+)  # fmt: skip
+def test_users_are_told_by_reason(users: dict[str, int], said: str) -> None:
+    assert users_in_words(users) == said
+
+
+@pytest.mark.parametrize(
+    ("noted", "said"),
+    [
+        ({}, "no copies"),
+        ({"generation": None, "why": NONE, "read_because": NONE}, f"no copies: {NONE}"),
+        ({"generation": "g", "why": "", "read_because": ""}, "copies from g"),
+        ({"generation": "g", "why": "", "read_because": "x changed"}, "copies from g; all files read: x changed"),
+        ({"generation": "g", "why": BUNDLE, "read_because": ""}, f"no lists copied, items and values from g: {BUNDLE}"),
+    ],
+)  # fmt: skip
+def test_the_base_is_told_or_why_there_is_none(noted: dict[str, str], said: str) -> None:
+    assert base_in_words(noted) == said
