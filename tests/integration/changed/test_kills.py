@@ -43,7 +43,8 @@ def survive(month: Month, seed: int, kills: int) -> None:
         assert ended is not None
         month.made.append(ended.result["generation"])
         assert month.differences(month.made[-1], month.compute()) == []
-        assert month.reasons(month.made[-1])["copied"] > 0
+        noted = month.build(month.made[-1]).need("begin")["base"]
+        assert month.reasons(month.made[-1]).get("copied"), (month.night, died, noted)
     print(f"killed {died} times")
 
 
