@@ -211,6 +211,14 @@ def rows_of(inputs: Inputs) -> int:
     return len(next(iter(inputs.values())))
 
 
+def rows_taken(inputs: Inputs, rows: NDArray[np.int64]) -> Inputs:
+    """Some rows of a set of inputs, in the order given."""
+    return {
+        name: each.take(rows) if isinstance(each, Histories) else each[rows]
+        for name, each in inputs.items()
+    }
+
+
 def buckets_up_to(max_length: int) -> tuple[int, ...]:
     """Padded lengths: powers of two from 16, ending with `max_length` itself."""
     lengths = []

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact, LarderError, StoreError
+from cache.format.item_table import ItemTable
 from cache.format.manifest import GENERATION, Artefact, Manifest
 from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build
@@ -35,7 +37,7 @@ def settings_digest(config: NightConfig) -> str:
     return hashlib.sha256(config.semantic()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # no slots: the item table is kept beside the fields
 class Base:
     """A verified generation of the same settings; `has_lists`: also of the same bundle, so all its tables count."""
 
@@ -58,6 +60,16 @@ class Base:
     def generation(self) -> str:
         """Its id."""
         return self.manifest.generation
+
+    @cached_property
+    def items(self) -> ItemTable:
+        """Its item table with vectors, verified once; raises CorruptArtefact for a file that is not as it should be."""
+        files = self.manifest.items
+        for artefact in (files.ids, files.offsets, files.vectors, files.model_index):
+            self.fetch(artefact)
+        for part in self.manifest.entity_sets["item"].parts:
+            self.fetch(part.file)
+        return ItemTable.open(self.build.root, self.manifest)
 
     def fetch(self, artefact: Artefact) -> Path:
         """A file of it on this host; raises CorruptArtefact where it is not what the manifest or a report says."""

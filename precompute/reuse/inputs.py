@@ -17,7 +17,7 @@ from precompute.partitions.partition import USER_ROWS
 from precompute.partitions.shard_files import kinds_of
 from precompute.partitions.user_vectors import VECTOR_ROWS
 from precompute.reuse.base import Base
-from precompute.reuse.items import base_items, places_of_items, turned
+from precompute.reuse.items import places_of_items, turned
 from precompute.sources.columns import text_hashes
 from precompute.sources.formats import INTERACTIONS
 
@@ -102,7 +102,7 @@ def earlier_partition(
 def _taken(
     base: Base, config: NightConfig, items: ItemTable, files: int
 ) -> tuple[Earlier | None, str]:
-    begun, before = base.begun, base_items(base)
+    begun, before = base.begun, base.items
     for name in partition_files(begun, config.shards):
         base.fetch_noted(name)
     places = places_of_items(items, before)

@@ -61,16 +61,6 @@ def _digests(spec: TowerSpec, items: ItemTable, root: Path) -> Digests:
     return found
 
 
-def base_items(base: Base) -> ItemTable:
-    """The base's item table with its vectors; raises CorruptArtefact where a file is not as its manifest says."""
-    files = base.manifest.items
-    for artefact in (files.ids, files.offsets, files.vectors, files.model_index):
-        base.fetch(artefact)
-    for part in base.manifest.entity_sets["item"].parts:
-        base.fetch(part.file)
-    return ItemTable.open(base.build.root, base.manifest)
-
-
 def places_of_items(items: ItemTable, before: ItemTable) -> NDArray[np.int64]:
     """Ordinals that earlier items have now, -1 for one that is gone; int64 [earlier items]."""
     return ordinals_of_texts(items, item_texts(before))
@@ -119,7 +109,7 @@ class KeptVectors:
             embedded = base.report("embed_items")
             if embedded.get("computed_by") != computed_by(device):
                 return None
-            before = base_items(base)
+            before = base.items
             places = turned(places_of_items(items, before), items.count)
             digests = map_file(root / digests_file(model.name), "<u8")
             places[~same_inputs(base, model, digests, places)] = -1
@@ -133,7 +123,7 @@ def write_changes(base: Base, made: Build, items: ItemTable) -> list[str]:
 
     Raises CorruptArtefact where the base's files are not as its manifest says.
     """
-    before = base_items(base)
+    before = base.items
     places = places_of_items(items, before)
     changed = np.ones(items.count, np.bool_)
     kept = np.flatnonzero(places >= 0)

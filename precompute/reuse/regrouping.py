@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.tower import Histories, Inputs, rows_of
+from cache.model.tower import Inputs, rows_of, rows_taken
 
 ROWS = 512
 """Rows of a sample that are computed once more in other company."""
@@ -26,11 +26,3 @@ def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inp
         start += size
     found = np.concatenate([np.empty((0, *together.shape[1:]), np.float32), *shuffled])
     return found.tobytes() == together[order].tobytes()
-
-
-def rows_taken(inputs: Inputs, rows: NDArray[np.int64]) -> Inputs:
-    """Some rows of a tower's inputs."""
-    return {
-        name: each.take(rows) if isinstance(each, Histories) else each[rows]
-        for name, each in inputs.items()
-    }

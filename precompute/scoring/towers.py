@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import BundleError
-from cache.model.tower import Histories, Inputs, Tower, rows_of
+from cache.model.tower import Inputs, Tower, rows_of, rows_taken
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model
@@ -81,10 +81,7 @@ class ProgramTower:
 
     def _compare(self, inputs: Inputs) -> None:
         rows = np.arange(min(_COMPARED, rows_of(inputs)))
-        some = {
-            name: each.take(rows) if isinstance(each, Histories) else each[rows]
-            for name, each in inputs.items()
-        }
+        some = rows_taken(inputs, rows)
         wanted, found = self._tower.run(some), self._outputs(some)
         largest = np.maximum(np.abs(wanted).max(axis=1), 1e-30)
         error = float((np.abs(found - wanted).max(axis=1) / largest).max(initial=0))
