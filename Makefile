@@ -33,7 +33,7 @@ help:  ## this list
 
 env: $(READY)  ## the environment in .venv, from the lock file
 
-$(READY): $(LOCK) pyproject.toml setup.py $(wildcard $(addsuffix /*.[ch],precompute/topk/native cache/native))
+$(READY): $(LOCK) pyproject.toml setup.py $(wildcard $(addsuffix /*.[ch],cache/topk/native cache/native))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed; name one with PYTHON=..."; exit 1; }
 	@echo "environment: $(VENV), from $(LOCK)"

@@ -4,7 +4,7 @@ import os
 
 from setuptools import Extension, setup
 
-TOPK, COLUMNS = "precompute/topk/native", "cache/native"
+TOPK, COLUMNS = "cache/topk/native", "cache/native"
 HEADERS = {
     TOPK: ("exact", "state", "candidates", "passes", "block"),
     COLUMNS: (
@@ -44,7 +44,7 @@ setup(
     ext_modules=[]
     if IS_PURE
     else [
-        compiled("precompute.topk._topk", TOPK, "m"),
+        compiled("cache.topk._topk", TOPK, "m"),
         compiled("cache.native._columns", COLUMNS),
     ]
 )

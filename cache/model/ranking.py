@@ -110,3 +110,10 @@ def _among(
     found = np.searchsorted(banned, wanted)
     hit: NDArray[np.bool_] = banned[np.minimum(found, len(banned) - 1)] == wanted
     return hit & (candidates >= 0)
+
+
+def unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows divided by their length; zero rows stay zero."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    divided: NDArray[np.float32] = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+    return divided

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from cache.model.agreement import recalls
 from cache.model.candidate_search import Searcher
-from cache.model.ranking import Metric, best, pack, unpack
+from cache.model.ranking import Metric, best, pack, unit, unpack
 from cache.store.artefacts import written_beside
 
 IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
@@ -107,13 +107,6 @@ def measure_recall(
     """Share of the exact top 100 that the index finds, for `sample_queries`' sample."""
     exact = exact_neighbours(vectors, sample, searcher.metric)
     return float(recalls(exact, _candidates(searcher, sample)).mean())
-
-
-def unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows divided by their length; zero rows stay zero."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    divided: NDArray[np.float32] = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-    return divided
 
 
 def tiles(

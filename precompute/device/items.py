@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cache.topk.compiled import own_lengths
+from cache.topk.flat import Compared
 from precompute.device.exact import in_order
-from precompute.topk.compiled import own_lengths
-from precompute.topk.flat import Compared
 
 LANES = 64
 """Neighbouring columns belong to different groups: the largest of a group is then found in whole rows."""

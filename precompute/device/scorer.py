@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.model.ranking import Metric, unpack
+from cache.model.ranking import Metric, unit, unpack
 from cache.model.tower import Histories
-from precompute.bundles.index import unit
+from cache.topk.compiled import fits
+from cache.topk.flat import Compared, Top, lengths
+from cache.topk.topk import Scorer, checked
 from precompute.device.exact import same_bits, unsigned
 from precompute.device.items import Columns, DeviceItems, moved
 from precompute.device.search import SearchShape, search
-from precompute.topk.compiled import fits
-from precompute.topk.flat import Compared, Top, lengths
-from precompute.topk.topk import Scorer, checked
 
 STREAMS = 2
 """Slabs under way on a GPU: while one is copied or sorted the other is multiplied."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cache.topk.topk import Scorer
 from precompute.builds.build import Build, fetch_items, open_bundle
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.bundles.bundle import Bundle
@@ -29,7 +30,6 @@ from precompute.scoring.users.shard import score_users
 from precompute.scoring.users.work import ShardWork
 from precompute.steps import begin, embed_items
 from precompute.steps.score import SHARDS_AT_ONCE
-from precompute.topk.topk import Scorer
 
 PROBE = 256
 REPEATS = 3

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from precompute.bundles.index import unit
+from cache.model.ranking import unit
 from precompute.sources.columns import strings_of
 
 CLUSTERS = 16

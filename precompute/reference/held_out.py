@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
-from precompute.topk.topk import Scorer
+from cache.topk.topk import Scorer
 
 TOP = 20
 

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from precompute.topk.compiled import kernel
+from cache.topk.compiled import kernel
 
 _LIBRARIES = ("larder", "numpy", "onnxruntime", "onnxruntime-gpu", "faiss-cpu", "pyarrow")
 _ON_A_DEVICE = ("torch", "triton")

@@ -15,18 +15,17 @@ from cache.format.item_table import ItemTable
 from cache.format.manifest import FACET
 from cache.format.records.codec import encode_topk
 from cache.format.records.layout import NO_ITEM
-from cache.model.ranking import Metric, score
+from cache.model.ranking import Metric, score, unit
 from cache.store.artefacts import write_atomically
+from cache.topk.topk import Scorer
 from precompute.builds.build import Build, cut_of
 from precompute.builds.tables import configured_tables, facet_layout, layout_of
 from precompute.bundles.bundle import Bundle
-from precompute.bundles.index import unit
 from precompute.config.settings import TableConfig
 from precompute.partitions.catalogue import directory_file
 from precompute.partitions.partition import sort_unique
 from precompute.scoring.shard import described
 from precompute.scoring.tables import GrowingFile, PageFile
-from precompute.topk.topk import Scorer
 
 FILE = "defaults.json"
 VALUES_MAX: Final = 1_000_000

@@ -12,6 +12,7 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
 from cache.model.tower import Inputs
 from cache.model.tower_spec import TowerSpec
+from cache.topk.topk import AnyScorer, Scorer
 from precompute.builds.build import Build, open_bundle
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, device_of
@@ -22,7 +23,6 @@ from precompute.reuse.items import KeptVectors
 from precompute.scoring.inputs import bind
 from precompute.scoring.tables import sums_path
 from precompute.scoring.towers import AnyTower, open_tower
-from precompute.topk.topk import AnyScorer, Scorer
 
 CHUNK = 16_384
 """Entities scored at once: enough for the matrix product, bounded in memory."""

@@ -1,7 +1,7 @@
 """All users' top 100 of a model of implicit: the night's scorer beside implicit's own `recommend`, both exact.
 
 Each run scores every user against every item with the clicks left out, on the same cores: `recommend(arange,
-user_items, N=100, filter_already_liked_items=True)`, and `precompute.topk`, as a night's score step calls it, here with
+user_items, N=100, filter_already_liked_items=True)`, and `cache.topk`, as a night's score step calls it, here with
 its items prepared anew each time. `vs_implicit_recommend` has the vectors of ALS fitted on drawn clicks,
 `vs_implicit_recommend_large` random ones. Rates are users per second by the clock. Before anything is timed, both lists
 of every user are compared: an item on one alone has to score as the last of the other does, within 1e-5.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cache.model.tower import Histories
 from cache.process.host import usable_cores
-from precompute.topk.topk import Scorer
+from cache.topk.topk import Scorer
 from tests.bench.tools.harness import Report, alternate, parse
 
 K = 100

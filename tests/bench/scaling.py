@@ -28,10 +28,10 @@ import numpy as np
 
 from cache.errors import Refused
 from cache.process.redis_server import server
+from cache.topk.topk import Scorer
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.memory import step_bytes
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
-from precompute.topk.topk import Scorer
 from tests.bench.night import UNTIL, drawn_case, write_interactions
 from tests.bench.tools import wide_night
 from tests.bench.tools.harness import Options, Ratio, Report, parse

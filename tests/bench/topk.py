@@ -17,8 +17,8 @@ from pathlib import Path
 import faiss
 import numpy as np
 
-from precompute.topk.compiled import kernel
-from precompute.topk.topk import AnyScorer, Scorer
+from cache.topk.compiled import kernel
+from cache.topk.topk import AnyScorer, Scorer
 from tests.bench.tools.harness import Promise, Ratio, Report, compare, parse
 from tests.bench.tools.topk_cases import NO_DATA, Case, random_case, real_case, real_file
 

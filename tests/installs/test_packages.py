@@ -18,7 +18,7 @@ from tests.integration.program import ROOT
 pytestmark = pytest.mark.installs
 
 TOPS = ("cache", "dags", "precompute", "serving", "infra/cli", "infra/demo", "infra/local")
-COMPILED = {"cache/native/_columns", "precompute/topk/_topk"}
+COMPILED = {"cache/native/_columns", "cache/topk/_topk"}
 BUILT_WITH = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
 GENERATED = re.compile(
     r"PKG-INFO|setup\.cfg|larder\.egg-info/\w+(\.txt)?|larder\.egg-info/PKG-INFO"

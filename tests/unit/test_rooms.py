@@ -13,7 +13,8 @@ MODULES_MAX = 12
 TESTS_MAX = 25
 ROOMS = (
     "cache", "cache.mrc", "cache.control", "cache.format.records", "cache.native", "cache.process", "cache.format",
-    "cache.store", "cache.l2", "cache.config", "cache.l2.cluster", "cache.model", "cache.filters", "cache.tiers",
+    "cache.store", "cache.l2", "cache.config", "cache.l2.cluster", "cache.model", "cache.topk", "cache.filters",
+    "cache.tiers",
     "serving.arrow_ipc", "serving.answers", "serving.tracing", "serving.requests", "serving.access", "serving.client",
     "serving.admission", "serving.config", "serving.sequential", "serving.metrics", "serving.generations",
     "serving.near", "serving.rendering", "serving.usage", "serving.replica", "serving.lookup", "serving.ranking",
@@ -21,7 +22,7 @@ ROOMS = (
     "serving.dashboard", "serving.dashboard.terminal", "serving.fast_lookup", "serving.http",
     "serving.fast_http", "serving.process", "serving",
     "precompute.config", "precompute.control", "precompute.sources", "precompute.bulk", "precompute.bundles",
-    "precompute.erasures", "precompute.releases", "precompute.experiments", "precompute.partitions", "precompute.topk",
+    "precompute.erasures", "precompute.releases", "precompute.experiments", "precompute.partitions",
     "precompute.reference", "precompute.adapters", "precompute.device",
     "precompute.builds", "precompute.reuse", "precompute.scoring", "precompute.scoring.users", "precompute.erasing",
     "precompute.gates.evidence",

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from cache.format.manifest import Index
 from cache.model.agreement import recalls
 from cache.model.candidate_search import Searcher
-from cache.model.ranking import Metric
-from precompute.bundles.index import tiles, unit
+from cache.model.ranking import Metric, unit
+from precompute.bundles.index import tiles
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.evidence import few
 from precompute.gates.evidence.gate import integrity, judgement

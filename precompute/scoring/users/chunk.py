@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.model.tower import Histories
+from cache.topk.flat import Top
 from precompute.reuse.copied import Copied
 from precompute.sources.unusable import Case
-from precompute.topk.flat import Top
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable
 from cache.format.records.layout import Layout
+from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
 from precompute.builds.filtered_items import allowed_items
 from precompute.builds.reuse_fact import REASONS
@@ -26,7 +27,6 @@ from precompute.scoring.shard import Place, Scorers
 from precompute.scoring.towers import AnyTower
 from precompute.scoring.users.chunk import Chunk
 from precompute.sources.unusable import NOT_FINITE, Unusable
-from precompute.topk.topk import AnyScorer
 
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""

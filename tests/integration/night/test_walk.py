@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import RedisServer
-from precompute.topk.compiled import kernel
+from cache.topk.compiled import kernel
 from tests.bench.tools.night_walk import table, walk
 from tests.integration.nights import prepare
 

@@ -88,7 +88,7 @@ def test_an_image_builds_what_is_compiled_of_each_package_that_it_copies(dockerf
 
     for package, built in (
         ("cache", "cache/native/_columns"),
-        ("precompute", "precompute/topk/_topk"),
+        ("cache", "cache/topk/_topk"),
     ):
         folder, name = built.rsplit("/", 1)
         is_built = f"/native/{name}.so /native" in text

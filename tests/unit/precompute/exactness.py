@@ -4,7 +4,7 @@ import numpy as np
 
 from cache.format.records.layout import NO_ITEM
 from cache.model.tower import Histories
-from precompute.topk.topk import Scorer
+from cache.topk.topk import Scorer
 
 TOLERANCE = 1e-5
 """Relative; scores closer than this may change places."""

@@ -8,10 +8,10 @@ from cache.errors import InvalidInput
 from cache.format.records.codec import decode
 from cache.model.predictor import LiveInput
 from cache.model.tower import Histories
+from cache.topk.topk import Scorer
 from precompute.bundles import graphs
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
-from precompute.topk.topk import Scorer
 from tests.models import ITEMS, K, histories_of, make_predictor, train_small
 
 AT = 1_700_000_000

@@ -8,8 +8,8 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from cache.model.tower import Histories, Tower
+from cache.topk.topk import Scorer
 from precompute.bundles.bundle import Bundle
-from precompute.topk.topk import Scorer
 
 
 def taste_clicks(users: int = 120, items: int = 80, *, seed: int = 0) -> sp.csr_matrix:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.model.ranking import pack, score, unpack
+from cache.topk.flat import Compared, lengths
 from precompute.bundles.index import unit
-from precompute.topk.flat import Compared, lengths
 from tests.devices import DEVICE
 
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError
 from cache.model.tower import Histories
-from precompute.topk.topk import Scorer
+from cache.topk.topk import Scorer
 from tests.devices import DEVICE
 from tests.unit.precompute.exactness import make
 

@@ -12,8 +12,8 @@ from cache.filters.best import BestOf
 from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
+from cache.topk.topk import Scorer
 from precompute.scoring.defaults import AttributeValues, favourites_of, mean_scores
-from precompute.topk.topk import Scorer
 from tests.unit.cache.filters.columns import names_of
 
 TEXTS = ["a", "b", "ü", "zz", ""]

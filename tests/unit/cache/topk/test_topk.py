@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError
 from cache.format.records.layout import NO_ITEM
 from cache.model.tower import Histories
-from precompute.topk import flat, topk
-from precompute.topk.topk import Scorer
+from cache.topk import flat, topk
+from cache.topk.topk import Scorer
 from tests.unit.precompute.exactness import assert_exact, brute, make
 
 

@@ -2,7 +2,7 @@
 #ifndef LARDER_CANDIDATES_H
 #define LARDER_CANDIDATES_H
 
-#include "../../../cache/native/products.h"
+#include "../../native/products.h"
 #include "exact.h"
 #include "state.h"
 

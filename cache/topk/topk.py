@@ -16,9 +16,9 @@ from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.process.host import usable_cores
-from precompute.topk.compiled import K_MAX, Kernel, fits, kernel
-from precompute.topk.flat import Compared, FlatChunk, Top, chunks
-from precompute.topk.packing import Packed
+from cache.topk.compiled import K_MAX, Kernel, fits, kernel
+from cache.topk.flat import Compared, FlatChunk, Top, chunks
+from cache.topk.packing import Packed
 
 _SLAB_USERS = 1024
 _LEAST_USERS = 256

@@ -13,9 +13,8 @@ import faiss as faiss_module
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.ranking import Metric, best, pack, rank, score, unpack
+from cache.model.ranking import Metric, best, pack, rank, score, unit, unpack
 from cache.model.tower import Histories
-from precompute.bundles.index import unit
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError
 from cache.model.tower import Histories
-from precompute.topk import compiled
-from precompute.topk.topk import Scorer
+from cache.topk import compiled
+from cache.topk.topk import Scorer
 from tests.unit.precompute.exactness import assert_exact, make
 
 BUILT = compiled.load({})

@@ -3,7 +3,7 @@
 import numpy as np
 
 from cache.model.tower import Histories
-from precompute.topk.topk import Scorer
+from cache.topk.topk import Scorer
 
 ITEMS, DIMS, USERS, K = 200_000, 8, 6, 50
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from cache.model.ranking import score
 from cache.model.tower import Histories
-from precompute.topk.flat import Compared, Top, lengths
-from precompute.topk.packing import Packed
+from cache.topk.flat import Compared, Top, lengths
+from cache.topk.packing import Packed
 
 K_MAX = 1000
 
