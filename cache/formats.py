@@ -51,9 +51,9 @@ FORMATS: Final[dict[str, Format]] = {
     each.name: each
     for each in (
         Format(KEYS, is_served=True),
-        # And all files of a generation that it lists. Version 4 where filters are declared, 3 where items have
-        # attributes, 2 where a model has weights beside it, else 1.
-        Format(MANIFEST, newest=4, is_served=True),
+        # And all files of a generation that it lists. Version 5 where events are taken in, 4 where filters are
+        # declared, 3 where items have attributes, 2 where a model has weights beside it, else 1.
+        Format(MANIFEST, newest=5, is_served=True),
         Format(RECORD, is_served=True),
         Format(POINTER, is_served=True),
         Format(STAGING_NOTE, is_served=True),

@@ -178,9 +178,10 @@ class NightConfig(SharedConfig):
         names = ["namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources"]
         # A night without them keeps its id.
         names += [name for name in ("filters", "facets") if getattr(self, name)]
-        return orjson.dumps(
-            {name: getattr(self, name) for name in names}, option=orjson.OPT_SORT_KEYS
-        )
+        found = {name: getattr(self, name) for name in names}
+        if self.events.enabled:
+            found["events"] = True
+        return orjson.dumps(found, option=orjson.OPT_SORT_KEYS)
 
     @classmethod
     def configured(

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
+from cache.config.events import EventsConfig
 from cache.config.section import Filled, section
 from cache.config.timetable import Timetable
 from cache.errors import ConfigError
@@ -24,7 +25,8 @@ class SharedConfig(Timetable):
     """Settings that night and service share."""
 
     FROM_ENVIRONMENT: ClassVar[tuple[str, ...] | None] = (
-        *(Timetable.FROM_ENVIRONMENT or ()), "namespace", "artifacts", "state", "ephemeral_state", "redis_url", "actor",
+        *(Timetable.FROM_ENVIRONMENT or ()), "namespace", "artifacts", "state", "ephemeral_state", "redis_url",
+        "events_url", "actor",
     )  # fmt: skip
 
     namespace: str = "default"
@@ -43,6 +45,10 @@ class SharedConfig(Timetable):
     """Redis: `redis://`, `rediss://` or `unix://`; for a Redis Cluster `redis+cluster://` or `rediss+cluster://`
     with one or more nodes (`host:port,host:port`). One with a password stands in the environment alone. Unset means
     that a server is started and stopped with the command."""
+    events_url: str = ""
+    """Redis of events, one server of its own with `appendonly yes`; empty: the same as `redis_url`. One with a password
+    stands in the environment alone, as LARDER_EVENTS_URL."""
+    events: EventsConfig = Field(default_factory=EventsConfig)
     actor: str = ""
     """Name of whoever runs a command, for the audit log; empty: the system's user and host."""
     base: str = "."
@@ -52,11 +58,21 @@ class SharedConfig(Timetable):
         if self.redis_url and not self.redis_url.startswith(_SCHEMES):
             # Not the value itself: it may hold a password.
             raise ConfigError(f"redis_url starts with {', '.join(_SCHEMES)}", field="redis_url")
+        if self.events_url and not self.events_url.startswith(_SCHEMES[:3]):
+            raise ConfigError(
+                f"events_url is one server: it starts with {', '.join(_SCHEMES[:3])}",
+                field="events_url",
+            )
         self.nights()
 
     def path(self, name: str) -> Path:
         """A path of the configuration, relative to its file."""
         return Path(self.base, name)
+
+    @property
+    def events_redis(self) -> str:
+        """URL of the Redis that events lie in; empty where both are unset."""
+        return self.events_url or self.redis_url or ""
 
     def store(self) -> ArtefactStore:
         """This namespace's part of the artefact store; a remote one keeps this host's copies under the state folder."""

@@ -23,6 +23,8 @@ WITH_ATTRIBUTES: Final = 3
 """Version of a manifest whose items have attributes."""
 WITH_FILTERS: Final = 4
 """Version of a manifest that declares filters, or has facets."""
+WITH_EVENTS: Final = 5
+"""Version of a manifest that says which events it has, and has its users' inputs."""
 
 EntityKind = Literal["user", "item"]
 FACET: Final = "facet."
@@ -199,10 +201,31 @@ class ItemFiles:
 
 @dataclass(frozen=True, slots=True)
 class SeenPart:
-    """Items that the users of a shard had, in its directory's order: where each one's end (uint64), and ordinals."""
+    """Items that the users of a shard had, in its directory's order: where each one's end (uint64), and ordinals.
+
+    Oldest first. Where events are taken in, `times` (int64, microseconds since 1970) says when each happened last, and
+    `features`, with where each user's end (uint64), what the user tower was given besides, as JSON.
+    """
 
     ends: Artefact
     items: Artefact
+    times: Artefact | None = None
+    feature_ends: Artefact | None = None
+    features: Artefact | None = None
+
+    @property
+    def files(self) -> list[Artefact]:
+        """Files that there are."""
+        all_ = (self.ends, self.items, self.times, self.feature_ends, self.features)
+        return [each for each in all_ if each is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class EventsRead:
+    """Events that a generation has: those up to a position, and how many items of a history its models were given."""
+
+    until: str
+    history_limit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +262,7 @@ class Manifest:
     facts: Mapping[str, Any] = field(default_factory=dict)
     seen: tuple[SeenPart, ...] = ()
     filters: Mapping[str, NamedFilter] = field(default_factory=dict)
+    events: EventsRead | None = None
     format: int = MANIFEST_FORMAT
 
     def to_bytes(self) -> bytes:
@@ -252,6 +276,10 @@ class Manifest:
             told["items"].pop("attributes", None)
         if not told["filters"]:  # nor has format 3 this
             del told["filters"]
+        if told["events"] is None:  # nor has format 4 these
+            del told["events"]
+            for part in told.get("seen", ()):
+                del part["times"], part["feature_ends"], part["features"]
         return orjson.dumps(
             told,
             option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
@@ -272,7 +300,7 @@ class Manifest:
         items = self.items
         files = [items.ids, items.offsets, items.vectors, items.model_index, self.defaults]
         files += [each for one in items.attributes.values() for each in one.parts().values()]
-        files += [each for part in self.seen for each in (part.ends, part.items)]
+        files += [each for part in self.seen for each in part.files]
         files += [part.file for entities in self.entity_sets.values() for part in entities.parts]
         files += [index.file for index in self.indexes.values()]
         for model in self.models.values():

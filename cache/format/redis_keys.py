@@ -79,6 +79,31 @@ class Keyspace:
         """Pub/sub channel that shortens what polling would find anyway."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:changes"
 
+    @property
+    def events(self) -> str:
+        """Stream of the events that were accepted."""
+        return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:events"
+
+    @property
+    def inbox(self) -> str:
+        """Stream that producers may write events to, from where the service takes them."""
+        return f"{self.events}:inbox"
+
+    @property
+    def rejected_events(self) -> str:
+        """Stream of what was no event, with why."""
+        return f"{self.events}:rejected"
+
+    @property
+    def event_ids(self) -> bytes:
+        """Key prefix of the ids of accepted events, before 16 bytes of a digest."""
+        return f"{self.events}:id:".encode()
+
+    @property
+    def event_sources(self) -> bytes:
+        """Key prefix of how many events a user sent, before 16 bytes of a digest."""
+        return f"{self.events}:of:".encode()
+
     def page(self, generation: str, table: str, page: int) -> str:
         """Key of one page of a table."""
         return f"larder:{KEYSPACE_VERSION}:{self.namespace}:g:{generation}:{table}:{page}"

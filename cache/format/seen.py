@@ -1,23 +1,56 @@
-"""Items that users had when the night was made, which leaves them out of lists; mapped, by directory position."""
+"""Items that users had when the night was made, and what else it knew of them; mapped, by directory position."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from cache.format.directory import Directory, map_file
-from cache.format.manifest import Manifest
+from cache.format.manifest import Manifest, SeenPart
+
+
+class UserInput(NamedTuple):
+    """Input of a user as a night had it: ordinals int64 oldest first, when each happened last, and features by column.
+
+    Times are int64 microseconds since 1970, 0 where none was given.
+    """
+
+    items: NDArray[np.int64]
+    times: NDArray[np.int64]
+    features: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    ends: NDArray[np.uint64]
+    items: NDArray[np.uint32]
+    times: NDArray[np.int64] | None
+    feature_ends: NDArray[np.uint64] | None
+    features: NDArray[np.uint8] | None
+
+    @classmethod
+    def open(cls, root: Path, part: SeenPart) -> "_Part":
+        times, ends, features = part.times, part.feature_ends, part.features
+        return cls(
+            map_file(root / part.ends.path, "<u8"),
+            map_file(root / part.items.path, "<u4"),
+            None if times is None else map_file(root / times.path, "<i8"),
+            None if ends is None else map_file(root / ends.path, "<u8"),
+            None if features is None else map_file(root / features.path, "u1"),
+        )
+
+
+def _span(ends: NDArray[np.uint64], place: int) -> slice:
+    return slice(int(ends[place - 1]) if place else 0, int(ends[place]))
 
 
 class SeenItems:
-    """Ordinals that each user had, one pair of mapped arrays per shard."""
+    """Ordinals that each user had, and inputs where events are taken in: mapped arrays per shard."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        parts: list[tuple[NDArray[np.uint64], NDArray[np.uint32]]],
-    ) -> None:
+    def __init__(self, directory: Directory, parts: list[_Part]) -> None:
         self._directory = directory
         self._parts = parts
 
@@ -26,15 +59,23 @@ class SeenItems:
         """Maps the parts that a manifest lists; None where it lists none."""
         if not manifest.seen:
             return None
-        parts = [
-            (map_file(root / part.ends.path, "<u8"), map_file(root / part.items.path, "<u4"))
-            for part in manifest.seen
-        ]
-        return cls(users, parts)
+        return cls(users, [_Part.open(root, part) for part in manifest.seen])
 
     def of(self, position: int) -> NDArray[np.int64]:
         """Ordinals of the user at a position of the directory, int64."""
         shard, place = self._directory.place(position)
-        ends, items = self._parts[shard]
-        start = int(ends[place - 1]) if place else 0
-        return items[start : int(ends[place])].astype(np.int64)
+        part = self._parts[shard]
+        return part.items[_span(part.ends, place)].astype(np.int64)
+
+    def input_of(self, position: int) -> UserInput:
+        """Input of the user at a position of the directory; the manifest must say which events it has."""
+        shard, place = self._directory.place(position)
+        part = self._parts[shard]
+        span = _span(part.ends, place)
+        items = part.items[span].astype(np.int64)
+        times = np.zeros(len(items), np.int64) if part.times is None else part.times[span].copy()
+        features: dict[str, Any] = {}
+        if part.feature_ends is not None and part.features is not None:
+            row = part.features[_span(part.feature_ends, place)].tobytes()
+            features = orjson.loads(row) if row else {}
+        return UserInput(items, times, features)

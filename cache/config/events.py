@@ -1,0 +1,38 @@
+"""Settings of fresh events: the section `[events]`, which night and service share."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from cache.config.section import Count, section
+
+Durability = Literal["any", "everysec", "always"]
+
+
+@section
+class EventsConfig:
+    """Fresh events of users, in `[events]`: taken in by the service, answered with at once, read by the next night."""
+
+    enabled: bool = False
+    """True if events are taken in; generations made from then on hold what their users' lists were computed from."""
+    durability: Durability = "any"
+    """What Redis must have done with an event before it is accepted: `always` has written it to disk, `everysec` does
+    within a second, `any` whatever that Redis' own settings say (the answer tells)."""
+    stream_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    """Bytes of Redis that accepted events may take; beyond it more are refused, 429 `events_full`, until a night has
+    taken some over. Each worker of the service keeps about half of it in memory."""
+    keep_s: PositiveFloat = 172_800.0
+    """Seconds for which an event's id makes a repetition none, and for which events that a night has are kept."""
+    of_one: Count = 1_000
+    """Number of events of one user, or of one item, within `keep_s`; more are rejected as `too_many`."""
+    event_bytes: Annotated[int, Field(ge=256, le=1 << 20)] = 4_096
+    """Bytes of the largest event."""
+    batch: PositiveInt = 1_000
+    """Number of events in one request."""
+    ahead_s: NonNegativeFloat = 300.0
+    """Seconds that an event's time may be ahead of the service's clock."""
+    rejected: Count = 10_000
+    """Number of rejected events that are kept with their reasons, the newest."""
+    exact_bytes: Annotated[int, Field(ge=0)] = 256 << 20
+    """Bytes of item vectors up to which answers with events are searched exactly; of a larger catalogue the index
+    answers, and they are marked `approximate`. Each worker needs as much again, and a quarter."""

@@ -1,0 +1,78 @@
+"""Acceptance of events by Redis: each once, none lost between its id and the stream, within bounds."""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import xxhash
+
+from cache.events.event import FIELD, Event
+from cache.events.position import Position
+from cache.format.redis_keys import Keyspace
+
+SCRIPT: Final = """
+local stream, limit, life, most = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local used = redis.call('MEMORY', 'USAGE', stream, 'SAMPLES', '5')
+if used and used >= limit then return redis.error_reply('FULL ' .. used) end
+local told = {}
+for i = 1, (#KEYS - 1) / 2 do
+  local id, source, body = KEYS[2 * i], KEYS[2 * i + 1], ARGV[3 + i]
+  if redis.call('EXISTS', id) == 1 then
+    told[i] = 'repeated'
+  elseif tonumber(redis.call('GET', source) or '0') >= most then
+    told[i] = 'too_many'
+  else
+    local position = redis.call('XADD', stream, '*', 'e', body)
+    redis.call('SET', id, position, 'PX', life)
+    if redis.call('INCR', source) == 1 then redis.call('PEXPIRE', source, life) end
+    told[i] = position
+  end
+end
+return told
+"""
+"""Script: its effects are one transaction in Redis' log, so a crash leaves an event with its id, or neither."""
+
+FULL: Final = "FULL"
+"""Beginning of the error when the stream takes no more."""
+
+
+class Bounds(NamedTuple):
+    """Bounds of the stream in bytes, of an id's life in milliseconds, and on events of one user (or item) within it."""
+
+    stream_bytes: int
+    life_ms: int
+    of_one: int
+
+
+class Accepted(NamedTuple):
+    """Outcome for one event: its position, or why it has none: `repeated` or `too_many`."""
+
+    position: Position | None
+    reason: str | None = None
+
+
+def call_of(
+    keyspace: Keyspace, bounds: Bounds, events: Sequence[Event]
+) -> tuple[list[bytes], list[Any]]:
+    """(KEYS, ARGV) of the script for some events, in their order."""
+    ids, sources = keyspace.event_ids, keyspace.event_sources
+    keys, args = [keyspace.events.encode()], [*map(str, bounds)]
+    told: list[Any] = list(args)
+    for event in events:
+        source = event.source
+        keys.append(ids + xxhash.xxh3_128_digest(source + b"\0" + event.id.encode()))
+        keys.append(sources + xxhash.xxh3_128_digest(source))
+        told.append(event.to_bytes())
+    return keys, told
+
+
+def outcomes(replies: Sequence[bytes]) -> list[Accepted]:
+    """Outcomes from what the script replied."""
+    return [
+        Accepted(None, reply.decode()) if reply in (b"repeated", b"too_many") else Accepted(Position.parse(reply))
+        for reply in replies
+    ]  # fmt: skip
+
+
+def entry_of(fields: dict[bytes, bytes]) -> Event:
+    """The event of a stream entry; raises CorruptArtefact."""
+    return Event.from_bytes(fields.get(FIELD, b""))

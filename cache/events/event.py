@@ -1,0 +1,91 @@
+"""Event as a value, and the bytes that it has in the stream. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self
+
+import orjson
+
+from cache.errors import CorruptArtefact
+from cache.format.ids import FeatureValue, canonical_id
+
+FIELD: Final = b"e"
+"""Field of a stream entry that holds the event."""
+
+EventKind = Literal["interaction", "user", "item"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Event: a user did something with an item, or something was told of a user alone, or of an item alone.
+
+    `id` makes it idempotent: of two with the same `source` and id the second is none. `at_us` is when it happened,
+    microseconds since 1970. `attributes` are values set for the user or the item. An item alone may bring `features` or
+    a `vector` along, which make it answerable before a night knows it.
+    """
+
+    id: str
+    at_us: int
+    user: bytes | None = None
+    item: bytes | None = None
+    type: str | None = None
+    weight: float = 1.0
+    attributes: Mapping[str, Any] | None = None
+    features: Mapping[str, FeatureValue] | None = None
+    vector: tuple[float, ...] | None = None
+
+    @property
+    def kind(self) -> EventKind:
+        """Kind of the event: an interaction has a user and an item."""
+        if self.user is not None and self.item is not None:
+            return "interaction"
+        return "item" if self.user is None else "user"
+
+    @property
+    def source(self) -> bytes:
+        """Id of the user whose event it is, else of the item: what it is bounded and told apart by."""
+        raw = self.item if self.user is None else self.user
+        return b"" if raw is None else raw
+
+    @property
+    def counts(self) -> bool:
+        """True if it is part of its user's history: nights leave interactions of weight 0 or less out, too."""
+        return self.kind == "interaction" and self.weight > 0
+
+    def to_bytes(self) -> bytes:
+        """JSON without what is not set."""
+        told: dict[str, Any] = {"id": self.id, "at_us": self.at_us}
+        for name, raw in (("user", self.user), ("item", self.item)):
+            if raw is not None:
+                told[name] = raw.decode()
+        if self.type is not None:
+            told["type"] = self.type
+        if self.weight != 1.0:
+            told["weight"] = self.weight
+        for name in ("attributes", "features", "vector"):
+            if (value := getattr(self, name)) is not None:
+                told[name] = value
+        return orjson.dumps(told)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Self:
+        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        try:
+            data = orjson.loads(raw)
+            user, item, vector = data.get("user"), data.get("item"), data.get("vector")
+            found = cls(
+                data["id"],
+                data["at_us"],
+                None if user is None else canonical_id(user),
+                None if item is None else canonical_id(item),
+                data.get("type"),
+                data.get("weight", 1.0),
+                data.get("attributes"),
+                data.get("features"),
+                None if vector is None else tuple(vector),
+            )
+            if found.user is None and found.item is None:
+                raise ValueError("it is of no user and no item")
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptArtefact(f"not an event: {error}") from error
+        return found

@@ -1,0 +1,105 @@
+"""Events of users that a process keeps in memory: by user, packed, newest last. Pure."""
+
+import struct
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from cache.events.event import Event
+from cache.events.position import Position
+
+_TAIL: Final = struct.Struct("<qQH")
+"""Behind an item's id: when it happened (microseconds), the position's number, and bytes of the id."""
+_USER_BYTES: Final = 180
+"""Memory of a user besides the id and the packed events, about."""
+
+
+class UserEvent(NamedTuple):
+    """Event in the history of its user: item, when it happened (microseconds), and its position's number."""
+
+    item: bytes
+    at_us: int
+    number: int
+
+
+class UserEvents:
+    """Histories of users since some position; a probe for a user without any costs one look into a dictionary.
+
+    Positions only grow: an event that is not behind the last one is taken once, whoever tells it again.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.last = 0
+        """Number of the newest position that was taken in."""
+        self._packed: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        """Users that have any."""
+        return len(self._packed)
+
+    def __contains__(self, user: bytes) -> bool:
+        return user in self._packed
+
+    def add(self, position: Position, event: Event) -> bool:
+        """Takes the next event in; False for one that was there, True also where it is in nobody's history."""
+        number = position.number
+        if number <= self.last:
+            return False
+        self.last = number
+        user, item = event.user, event.item
+        if not event.counts or user is None or item is None:
+            return True
+        before = self._packed.get(user)
+        if before is None:
+            before = b""
+            self.size_bytes += _USER_BYTES + len(user)
+        packed = item + _TAIL.pack(event.at_us, number, len(item))
+        self._packed[user] = before + packed
+        self.size_bytes += len(packed)
+        return True
+
+    def has_newer(self, user: bytes, number: int) -> bool:
+        """True if the user has an event behind this position's number."""
+        packed = self._packed.get(user)
+        return (
+            packed is not None and _TAIL.unpack_from(packed, len(packed) - _TAIL.size)[1] > number
+        )
+
+    def newer(self, user: bytes, number: int) -> list[UserEvent]:
+        """Events of the user behind this position's number, in the order of their positions."""
+        return list(self._backwards(user, number))[::-1]
+
+    def drop_until(self, number: int) -> int:
+        """Forgets all events up to this position's number; how many users have none left."""
+        gone = 0
+        for user in list(self._packed):
+            kept = self.newer(user, number)
+            before = self._packed[user]
+            if not kept:
+                del self._packed[user]
+                self.size_bytes -= _USER_BYTES + len(user) + len(before)
+                gone += 1
+                continue
+            packed = b"".join(
+                each.item + _TAIL.pack(each.at_us, each.number, len(each.item)) for each in kept
+            )
+            self._packed[user] = packed
+            self.size_bytes -= len(before) - len(packed)
+        return gone
+
+    def forget(self, user: bytes) -> None:
+        """Forgets a user's events, for one who was erased."""
+        packed = self._packed.pop(user, None)
+        if packed is not None:
+            self.size_bytes -= _USER_BYTES + len(user) + len(packed)
+
+    def _backwards(self, user: bytes, number: int) -> Iterator[UserEvent]:
+        packed = self._packed.get(user, b"")
+        end = len(packed)
+        while end:
+            at = end - _TAIL.size
+            at_us, found, length = _TAIL.unpack_from(packed, at)
+            if found <= number:
+                return
+            end = at - length
+            yield UserEvent(packed[end:at], at_us, found)
