@@ -115,6 +115,8 @@ class ShardReuse:
             broken[:] = True
         hashes = np.ascontiguousarray(kept.pairs["hash"][kept.places >= 0])
         touched = None if _enters(rules) else _touched(made, shard, hashes[broken])
+        if touched is not None and 2 * len(touched) > len(kept.pairs):
+            touched = None  # to pick most of the users out takes longer than to look at all
         return cls(kept, changes, rules, broken, np.asarray(items.vectors), base.has_lists, touched)
 
     @property

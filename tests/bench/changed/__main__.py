@@ -13,6 +13,7 @@ Vectors and users are those of the bench `night`; the catalogue is a table, of w
 """
 
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -192,6 +193,7 @@ def measure(report: Report, rounds: int, name: str, night: Changed) -> None:
         {"full": full}, {"changed": changed}, rounds=rounds, rounds_max=rounds + 2, warm=False
     )
     report.ratios[name] = ratio = found["full", "changed"]
+    print(f"{name}: {ratio.value:.3f}, A/A {ratio.aa:.3f}", file=sys.stderr, flush=True)
     report.figures[f"{name}_seconds"] = round(ratio.candidate, 2)
     report.figures[f"{name}_full_seconds"] = round(ratio.baseline, 2)
     report.figures |= {f"{name}_{why}": count for why, count in reasons.items()}
