@@ -35,7 +35,7 @@ FULL: Final = "FULL"
 """Beginning of the error when the stream takes no more."""
 
 
-class Bounds(NamedTuple):
+class StreamBounds(NamedTuple):
     """Bounds of the stream in bytes, of an id's life in milliseconds, and on events of one user (or item) within it."""
 
     stream_bytes: int
@@ -69,7 +69,7 @@ def packed(keyspace: Keyspace, event: Event) -> PackedEvent:
 
 
 def call_of(
-    keyspace: Keyspace, bounds: Bounds, events: Sequence[PackedEvent]
+    keyspace: Keyspace, bounds: StreamBounds, events: Sequence[PackedEvent]
 ) -> tuple[list[bytes], list[Any]]:
     """(KEYS, ARGV) of the script for some events, in their order."""
     keys, told = [keyspace.events.encode()], [*map(str, bounds)]

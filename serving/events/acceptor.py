@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from cache.errors import LarderError
-from cache.events.accept import Accepted, Bounds, PackedEvent, call_of, outcomes
+from cache.events.accept import Accepted, PackedEvent, StreamBounds, call_of, outcomes
 from cache.format.redis_keys import Keyspace
 from serving.events.connection import EventsRedis, EventsUnavailable
 
@@ -31,7 +31,7 @@ class EventsBusy(LarderError):
 class Acceptor:
     """Acceptor of one process. While a call is under way the events of all requests gather for the next one."""
 
-    def __init__(self, redis: EventsRedis, keyspace: Keyspace, bounds: Bounds) -> None:
+    def __init__(self, redis: EventsRedis, keyspace: Keyspace, bounds: StreamBounds) -> None:
         self._redis, self._keyspace, self._bounds = redis, keyspace, bounds
         self._waiting: deque[_Piece] = deque()
         self._waiting_bytes = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from cache.events.accept import Bounds
+from cache.events.accept import StreamBounds
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.acceptor import Acceptor
@@ -39,7 +39,7 @@ class EventParts:
         events, keyspace = config.events, config.keyspace()
         redis = EventsRedis(config.events_redis, events.durability)
         counts = EventCounts(redis, keyspace)
-        bounds = Bounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
+        bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
         intake = EventIntake(
             redis, EventReader(keyspace, events), Acceptor(redis, keyspace, bounds),
             Rejections(redis, keyspace, counts, events.rejected), counts, blocklist, time.time, time.monotonic,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cache.events.accept import Bounds, call_of
+from cache.events.accept import StreamBounds, call_of
 from cache.format.redis_keys import Keyspace
 from serving.events import inbox as inbox_module
 from serving.events.connection import EventsRedis
@@ -116,7 +116,7 @@ async def test_what_a_killed_consumer_took_counts_once(
                 for entry, fields in taken
             ]
             calls = EventsRedis(server.url, "any")
-            await calls.accept(*call_of(keyspace, Bounds(1 << 30, 10**6, 100), packed))
+            await calls.accept(*call_of(keyspace, StreamBounds(1 << 30, 10**6, 100), packed))
             await calls.aclose()
 
     async with intake(server.url, keyspace, inbox=True) as other:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from cache.events.accept import Bounds, PackedEvent
+from cache.events.accept import PackedEvent, StreamBounds
 from cache.format.redis_keys import Keyspace
 from serving.events import acceptor as acceptor_module
 from serving.events.acceptor import PIECE, Acceptor, EventsBusy
 from serving.events.connection import EventsFull, EventsUnavailable
 
-BOUNDS = Bounds(1 << 20, 1_000, 10)
+BOUNDS = StreamBounds(1 << 20, 1_000, 10)
 
 
 class FakeEventsRedis:

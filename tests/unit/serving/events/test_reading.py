@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.config.events import EventsConfig
@@ -163,6 +163,7 @@ FIELDS = st.dictionaries(
 )  # fmt: skip
 
 
+@settings(deadline=None)  # beside other work a first example may take long
 @given(st.lists(FIELDS | st.just(WHOLE) | JSON, max_size=8))
 def test_each_event_is_read_or_rejected_and_what_is_read_comes_back(events: list[Any]) -> None:
     sent = orjson.loads(orjson.dumps(events))
