@@ -14,6 +14,7 @@ from serving.config.cpu_affinity import step_back
 from serving.config.settings import ServingConfig, limits_of
 from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import Dashboard
+from serving.events.parts import EventParts
 from serving.experiments.arms import Arms
 from serving.experiments.exposures import FLUSH_S, ExposureLog
 from serving.experiments.router import ExperimentRouter
@@ -123,6 +124,12 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     refresher.also(FLUSH_S, exposures.flush)
     metrics.registry.register(Events(exposures.events))
 
+    events = None
+    if config.events.enabled:
+        events = EventParts.of(config, name, lambda: shelf.blocklist)
+        events.also(refresher, config.figures_s)
+        metrics.registry.register(events.intake.counts)
+
     async def drain() -> None:
         await refresher.drain()
         await arms.drain()
@@ -131,13 +138,15 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         **{each.name: getattr(service, each.name) for each in fields(service)},
         has_tokens=config.has_tokens, drain=drain, nights=nights, expose=Exposition(exposed),
         dashboard=dashboard, explainer=explainer, quality=quality, filters=filters,
-        experiments=ExperimentRouter(arms, exposures, metrics),
+        experiments=ExperimentRouter(arms, exposures, metrics), events=None if events is None else events.intake,
     )  # fmt: skip
     try:
         await refresher.start()
         await arms.look()
         answering.pulse.start()
         quality.start()
+        if events is not None:
+            await events.start()
         if peers is not None:
             await peers.open(metrics.expose)
         yield whole
@@ -145,6 +154,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         answering.pulse.stop()
         if peers is not None:
             await peers.aclose()
+        if events is not None:
+            await events.aclose()
         await arms.aclose()
         await refresher.aclose()
         await exposures.flush()

@@ -32,14 +32,15 @@ Paths in the file are relative to it, those in the environment to the current fo
 
 def page() -> str:
     """The page as Markdown."""
-    inherited, own = fields_of(SharedConfig), sections_of(NightConfig)
+    shared, own = sections_of(SharedConfig), sections_of(NightConfig)
+    inherited = fields_of(SharedConfig).keys() - shared.keys()
     parts = [
         _START,
         *_part("Above the sections: night and service", SharedConfig, inherited),
         *_part(
             "Above the sections: the night",
             NightConfig,
-            fields_of(NightConfig).keys() - inherited.keys() - own.keys(),
+            fields_of(NightConfig).keys() - inherited - own.keys(),
         ),
     ]
     many = {
@@ -48,10 +49,11 @@ def page() -> str:
     for name, kind in own.items():
         parts += _part(f"`[{name}.NAME]`" if name in many else f"`[{name}]`", kind, fields_of(kind))
     within = sections_of(ServingConfig)
-    chosen = fields_of(ServingConfig).keys() - inherited.keys() - within.keys()
+    chosen = fields_of(ServingConfig).keys() - inherited - within.keys()
     parts += _part("`[serving]`", ServingConfig, chosen)
     for name, kind in within.items():
-        parts += _part(f"`[serving.{name}.TABLE]`", kind, fields_of(kind))
+        if name not in shared:
+            parts += _part(f"`[serving.{name}.TABLE]`", kind, fields_of(kind))
     return "\n".join(parts)
 
 

@@ -63,6 +63,11 @@ class SharedConfig(Timetable):
                 f"events_url is one server: it starts with {', '.join(_SCHEMES[:3])}",
                 field="events_url",
             )
+        if self.events.enabled and slots.is_cluster(self.events_redis):
+            raise ConfigError(
+                "events lie in one server, and redis_url names a Redis Cluster: set LARDER_EVENTS_URL to one beside it",
+                field="events_url",
+            )
         self.nights()
 
     def path(self, name: str) -> Path:

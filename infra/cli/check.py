@@ -1,7 +1,9 @@
 """`larder check`: looks at what a night and the service need, and says of each whether it is ok, or what to do."""
 
 import argparse
+import asyncio
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,10 @@ from infra.cli.settings import night_settings
 
 if TYPE_CHECKING:
     from cache.config.night import NightConfig
+    from serving.events.durability import FoundDurability
 
 REDIS_S = 3.0
+_POLICY = re.compile(rb"maxmemory_policy:(\S+)")
 
 State = Literal["ok", "to do", "not used"]
 
@@ -49,9 +53,9 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Look at settings, sources, bundle, Redis, the artefact store and Airflow, and say of each whether "
-        "it is ok, or what to do. Nothing is changed but that the store's folder is made. Exit code: 0 nothing is to "
-        "be done, 3 something is.",
+        description="Look at settings, sources, bundle, Redis, that of events, the artefact store and Airflow, and say "
+        "of each whether it is ok, or what to do. Nothing is changed but that the store's folder is made. Exit code: 0 "
+        "nothing is to be done, 3 something is.",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
@@ -168,6 +172,46 @@ def _redis(config: "NightConfig") -> tuple[State, str]:
     )
 
 
+def _events(config: "NightConfig") -> tuple[State, str]:
+    if not config.events.enabled:
+        return "not used", "[events] enabled is false: no service takes events in"
+    from cache.process.redis_server import running_server
+
+    found = running_server(config.path(config.state))
+    url = config.events_redis or (found.url if found else "")
+    if not url:
+        return "ok", "in the Redis that each command runs for as long as it lasts: gone with it"
+    try:
+        kept, policy = asyncio.run(_looked_at(url, config))
+    except LarderError as error:
+        return (
+            "to do",
+            f"{place_of(url)} cannot be used: {error.message}; is LARDER_EVENTS_URL right, and does it run?",
+        )
+    if policy.startswith("allkeys"):
+        return (
+            "to do",
+            f"maxmemory-policy {policy} may evict events: set noeviction or volatile-lru",
+        )
+    demanded = config.events.durability
+    if not kept.suffices(demanded):
+        told = f"durability = {demanded!r} is demanded, and {place_of(url)} has {kept.kept!r}"
+        return "to do", f"{told}: set appendonly yes and appendfsync {demanded} there"
+    return "ok", f"{place_of(url)}; durability {kept.kept}, maxmemory-policy {policy or 'not told'}"
+
+
+async def _looked_at(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
+    from serving.events.connection import EventsRedis
+
+    redis = EventsRedis(url, config.events.durability)
+    try:
+        kept = await redis.look_at_durability()
+        policy = _POLICY.search(await redis.ask("INFO", "memory"))
+    finally:
+        await redis.aclose()
+    return kept, policy[1].decode() if policy else ""
+
+
 def _store(config: "NightConfig") -> tuple[State, str]:
     store = config.store()
     store.demand_write_once()
@@ -208,6 +252,7 @@ LOOKS: dict[str, Callable[["NightConfig"], tuple[State, str]]] = {
     "sources": _sources,
     "bundle": _bundle,
     "redis": _redis,
+    "events": _events,
     "store": _store,
     "airflow": _airflow,
 }

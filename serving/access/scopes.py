@@ -9,7 +9,7 @@ SCOPES: Mapping[Scope, str] = {
     "read": "lookups, and which generations are served",
     "score": "candidates put in order",
     "feedback": "reports of what came of answers",
-    "events": "reserved for newer events of entities; no route asks for it as yet",
+    "events": "events of users and items, taken in",
     "explain": "why an entity is answered as it is",
     "admin": "the dashboard's data",
 }

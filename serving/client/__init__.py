@@ -33,10 +33,12 @@ from serving.client.errors import (
     Unavailable,
     Unreachable,
 )
+from serving.client.events import EventReceipt, EventRejection, NewEvent
 from serving.client.sender import Pace, Policy
 
 __all__ = [
-    "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "Forbidden", "Garbled", "GenerationGone",
-    "Generations", "Held", "Id", "InvalidRequest", "Options", "Pace", "Policy", "QuotaExceeded", "Ranking", "Refusal",
-    "Source", "TokenExpired", "Unanswered", "Unauthorized", "Unavailable", "Unreachable",
+    "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "EventReceipt", "EventRejection", "Forbidden",
+    "Garbled", "GenerationGone", "Generations", "Held", "Id", "InvalidRequest", "NewEvent", "Options", "Pace", "Policy",
+    "QuotaExceeded", "Ranking", "Refusal", "Source", "TokenExpired", "Unanswered", "Unauthorized", "Unavailable",
+    "Unreachable",
 ]  # fmt: skip

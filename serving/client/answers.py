@@ -58,7 +58,7 @@ class Generations:
 
 def read_answers(raw: bytes, count: int) -> list[Answer]:
     """The answers of one batch of `count` entities, in their order. Raises Garbled."""
-    body = _json(raw).get("answers")
+    body = read_json(raw).get("answers")
     if not isinstance(body, list) or len(body) != count:
         found = f"{len(body)} answers" if isinstance(body, list) else "no list of answers"
         raise Garbled(f"{count} entities were asked, and {found} came")
@@ -67,17 +67,17 @@ def read_answers(raw: bytes, count: int) -> list[Answer]:
 
 def read_answer(raw: bytes) -> Answer:
     """The answer of a single lookup. Raises Garbled."""
-    return _result(Answer, _json(raw))
+    return _result(Answer, read_json(raw))
 
 
 def read_ranking(raw: bytes) -> Ranking:
     """The answer of a score request. Raises Garbled."""
-    return _result(Ranking, _json(raw))
+    return _result(Ranking, read_json(raw))
 
 
 def read_arm(raw: bytes) -> str | None:
     """The arm that feedback was counted for, if any: of a canary, else of an experiment. Raises Garbled."""
-    body = _json(raw)
+    body = read_json(raw)
     arm = body.get("arm") or body.get("experiment")
     if arm is not None and not isinstance(arm, str):
         raise Garbled(f"an arm is live, canary, EXPERIMENT=ARM or null, not {arm!r}")
@@ -86,7 +86,7 @@ def read_arm(raw: bytes) -> str | None:
 
 def read_generations(raw: bytes) -> Generations:
     """The generations and state of a replica. Raises Garbled."""
-    body = _json(raw)
+    body = read_json(raw)
     try:
         live, previous, next_ = (Held.of(body[name]) for name in ("live", "previous", "next"))
         if live is None:
@@ -101,7 +101,8 @@ def read_generations(raw: bytes) -> Generations:
         raise Garbled(f"this is no overview of generations: {error!r}") from error
 
 
-def _json(raw: bytes) -> dict[str, Any]:
+def read_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object that a body is. Raises Garbled."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -17,6 +17,7 @@ from serving.client.answers import (
 )
 from serving.client.batches import lookup_batch
 from serving.client.calls import Asked, Call, Entity, Id, Options
+from serving.client.events import EventReceipt, NewEvent, send_events
 from serving.client.loop_thread import LoopThread
 from serving.client.sender import Pace, Policy, Sender
 
@@ -90,6 +91,13 @@ class AsyncClient:
         """
         call = calls.feedback(event, generation, canary_key, arm, count)
         return read_arm(await self._sender.send(call, self._until(_NONE)))
+
+    async def send_events(
+        self, events: Sequence[NewEvent], *, deadline_ms: float | None = None
+    ) -> EventReceipt:
+        """Sends any number of events, in their order; sent again under their ids, after any error, they count once."""
+        until = self._until(Options(deadline_ms=deadline_ms))
+        return await send_events(self._sender, self._policy, events, until)
 
     async def generations(self) -> Generations:
         """Generations and state of the replica that answers."""
@@ -170,6 +178,13 @@ class Client:
             event, generation=generation, canary_key=canary_key, arm=arm, count=count
         )
         return self._run(work, _NONE)
+
+    def send_events(
+        self, events: Sequence[NewEvent], *, deadline_ms: float | None = None
+    ) -> EventReceipt:
+        """Sends any number of events, as `AsyncClient.send_events` does."""
+        options = Options(deadline_ms=deadline_ms)
+        return self._run(self._client.send_events(events, deadline_ms=deadline_ms), options)
 
     def generations(self) -> Generations:
         """Generations and state of the replica that answers."""

@@ -19,6 +19,7 @@ from serving.client.errors import (
     refusal,
 )
 
+_DONE = frozenset({200, 202})
 _AGAIN = frozenset({502, 503, 504})
 _NEVER_LEFT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _ABOVE_0 = (
@@ -118,7 +119,7 @@ class Sender:
         self._leaving: set[asyncio.Task[httpx.Response]] = set()
 
     async def send(self, call: Call, until: float) -> bytes:
-        """Sends a call; the body of a 200, by `until` on the pace's timer. Raises Unanswered."""
+        """Sends a call; the body of a 200 or 202, by `until` on the pace's timer. Raises Unanswered."""
         policy, timer = self._policy, self._pace.timer
         self._retries.earn()
         self._hedges.earn()
@@ -135,7 +136,7 @@ class Sender:
             except Unreachable as error:
                 last, may_again = error, call.is_repeatable or not error.is_sent
             else:
-                if response.status_code == httpx.codes.OK:
+                if response.status_code in _DONE:
                     return response.content
                 last = refusal(response.status_code, response.content)
                 is_passing = response.status_code in _AGAIN or isinstance(last, QuotaExceeded)

@@ -135,6 +135,32 @@ HEALTH: Json = object_of(
     },
     ("ready", "schedule"),
 )
+EVENTS: Json = object_of(
+    {
+        "accepted": {"type": "integer", "description": "Events that are in the stream"},
+        "repeated": {"type": "integer", "description": "Events that were there before"},
+        "rejected": list_of(
+            object_of(
+                {
+                    "index": {"type": "integer", "description": "Place in the request, from 0"},
+                    "reason": {"type": "string"},
+                    "detail": {"type": "string"},
+                },
+                ("index", "reason", "detail"),
+            )
+        ),
+        "durability": {
+            "enum": ["always", "everysec", "none", "unknown"],
+            "description": "How their Redis keeps them: on disk by now, within a second, in memory alone, or it does "
+            "not tell",
+        },
+        "position": {
+            **_TEXT,
+            "description": "Position of the newest accepted one; null: there is none",
+        },
+    },
+    ("accepted", "repeated", "rejected", "durability", "position"),
+)
 FEEDBACK: Json = object_of(
     {
         "arm": {

@@ -159,6 +159,46 @@ _GENERATION: Json = {
 _CANARY_KEY: Json = {**ID, "description": "As the request had it; or generation or arm"}
 _ARM: Json = {**OPTIONS["arm"], "description": "EXPERIMENT=ARM, as the answer had them"}
 _COUNT: Json = {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 1}
+_EVENT: Json = {
+    "user": ID,
+    "item": ID,
+    "time": {
+        "anyOf": [{"type": "string", "maxLength": 64}, {"type": "number", "minimum": 0}],
+        "description": "When it happened: ISO 8601 (UTC without a zone) or seconds since 1970; by default now",
+    },
+    "id": {
+        "description": "1 to 128 bytes; an event that its user (or the item) had under the same id is a repetition",
+        "oneOf": [
+            {"type": "string", "minLength": 1, "maxLength": 128},
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+        ],
+    },
+    "type": {"type": "string", "minLength": 1, "maxLength": 64},
+    "weight": {"type": "number", "default": 1, "description": "0 or less: in no history"},
+    "attributes": {
+        "type": "object",
+        "minProperties": 1,
+        "maxProperties": 64,
+        "description": "Of a user alone or an item alone: text, list of texts, number or boolean by name",
+    },
+    "features": FEATURES,
+    "vector": list_of({"type": "number"}, minItems=1, maxItems=8_192),
+}
+EVENTS_BODY: Json = _closed(
+    {
+        "events": list_of(
+            {
+                "anyOf": [
+                    _closed(_EVENT, ("id",)),
+                    {"description": "What is no event: rejected beside the others"},
+                ]
+            },
+            minItems=1,
+            description="As many as `[events] batch` has it",
+        )
+    },
+    ("events",),
+)
 FEEDBACK_BODY: Json = {
     "oneOf": [
         object_of({"generation": _GENERATION}, ("generation",)),

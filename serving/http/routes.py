@@ -25,7 +25,7 @@ from serving.rendering.answer_fields import Answer
 from serving.rendering.arrow_batch import answers_stream
 from serving.requests.bodies import as_arrow, as_json, read_body
 from serving.requests.content import beside, lookup_of, take
-from serving.requests.errors import unprocessable
+from serving.requests.errors import Problem, unprocessable
 from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
 from serving.requests.models import Ask, RequestOptions
 from serving.requests.negotiation import JSON_TYPE, Form, forms
@@ -88,6 +88,15 @@ def routes(service: Service) -> APIRouter:
     async def feedback(request: Request, _started: float) -> object:
         told = feedback_of(await _json(service, request))
         return service.experiments.feedback(told)
+
+    async def events(request: Request, _started: float) -> object:
+        intake = service.events
+        if intake is None:
+            what = "this service takes no events in: set enabled = true in [events]"
+            raise Problem(409, "events_disabled", what)
+        sent = intake.reader.listed(await _json(service, request))
+        spend(request.scope, len(sent))
+        return as_json(202, await intake.take(sent))
 
     async def explain_one(request: Request, _started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
@@ -163,6 +172,10 @@ def routes(service: Service) -> APIRouter:
     add(
         "/v1/feedback", "POST", feedback, "feedback", answer_schema.FEEDBACK,
         body=json_schema.FEEDBACK_BODY, has_options=False,
+    )  # fmt: skip
+    add(
+        "/v1/events", "POST", events, "events", answer_schema.EVENTS, body=json_schema.EVENTS_BODY,
+        has_options=False, status="202", codes=openapi.EVENT_CODES,
     )  # fmt: skip
     add(
         "/v1/explain/{table}/{entity:rest}", "GET", explain_one, "explain", answer_schema.EXPLAINED,

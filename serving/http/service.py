@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from serving.dashboard.service import Dashboard
+from serving.events.intake import EventIntake
 from serving.experiments.router import ExperimentRouter
 from serving.explain.explainer import Explainer
 from serving.lookup.service import LookupService
@@ -20,6 +21,8 @@ class Service(LookupService):
     drain: Callable[[], Awaitable[None]]
     nights: Nights
     experiments: ExperimentRouter
+    events: EventIntake | None
+    """None where `[events] enabled` is false."""
     expose: Callable[[], Awaitable[bytes]]
     dashboard: Dashboard
     explainer: Explainer

@@ -64,7 +64,7 @@ def drive(
 ) -> Driven:
     """Send `count` requests in turn, one under way on each connection.
 
-    Raises RuntimeError for an answer other than 200.
+    Raises RuntimeError for an answer other than 200 and 202.
     """
     where = urlsplit(target.url)
     sockets = [socket.create_connection((where.hostname, where.port)) for _ in range(connections)]
@@ -110,7 +110,7 @@ def _is_whole(data: bytearray) -> bool:
     end = data.find(b"\r\n\r\n")
     if end < 0:
         return False
-    if not data.startswith(b"HTTP/1.1 200"):
+    if not data.startswith((b"HTTP/1.1 200", b"HTTP/1.1 202")):
         raise RuntimeError(f"not answered: {bytes(data[:300])!r}")
     head = bytes(data[:end]).lower()
     length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])

@@ -17,6 +17,7 @@ from serving.client import (
     Entity,
     GenerationGone,
     InvalidRequest,
+    NewEvent,
     Options,
     Policy,
     Source,
@@ -74,6 +75,8 @@ async def test_every_documented_route_under_v1_has_a_method(
         await larder.score(user, seen)
         await larder.feedback("click", generation="g")
         await larder.generations()
+        with pytest.raises(InvalidRequest, match="events_disabled"):
+            await larder.send_events([NewEvent("1", user=user, item="i")])
 
     paths = {each.url.path for each in watched.seen}
     called = {

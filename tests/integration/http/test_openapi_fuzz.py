@@ -20,7 +20,7 @@ from tests.integration.program import environment, started
 
 WITH_INPUT = {
     "GET /v1/lookup/{table}/{entity}", "POST /v1/lookup/{table}", "POST /v1/lookup", "POST /v1/score",
-    "POST /v1/feedback", "GET /v1/explain/{table}/{entity}", "POST /v1/explain/{table}",
+    "POST /v1/feedback", "POST /v1/events", "GET /v1/explain/{table}/{entity}", "POST /v1/explain/{table}",
 }  # fmt: skip
 OTHERS = {
     "GET /v1/generations", "GET /dashboard/data", "GET /healthz", "GET /readyz", "GET /metrics",
@@ -42,7 +42,9 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 @pytest.fixture(scope="module")
 def url(night: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     state = tmp_path_factory.mktemp("state")
-    with started(environment(night, state, REDIS_URL=str(night.redis_url))) as (_, found):
+    (state / "larder.toml").write_text("[events]\nenabled = true\n")
+    more = {"REDIS_URL": str(night.redis_url), "LARDER_CONFIG": str(state / "larder.toml")}
+    with started(environment(night, state, **more)) as (_, found):
         yield found
 
 

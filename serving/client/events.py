@@ -1,0 +1,109 @@
+"""Events that a caller of the client sends, and what became of them. Pure but for the sending."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import orjson
+
+from serving.client.answers import read_json
+from serving.client.calls import Call, Id, as_id
+from serving.client.errors import Garbled
+from serving.client.sender import Policy, Sender
+
+
+@dataclass(frozen=True, slots=True)
+class NewEvent:
+    """Event to send: a user did something with an item, or values are set for a user alone or an item alone.
+
+    `id` makes a repetition none: the same one when it is sent again. `time` is ISO 8601, a datetime or Unix seconds.
+    """
+
+    id: Id
+    user: Id | None = None
+    item: Id | None = None
+    time: str | float | datetime | None = None
+    type: str | None = None
+    weight: float | None = None
+    attributes: Mapping[str, Any] | None = None
+    features: Mapping[str, Any] | None = None
+    vector: Sequence[float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object of the fields that are set."""
+        body: dict[str, Any] = {
+            name: as_id(value)
+            for name in ("id", "user", "item")
+            if (value := getattr(self, name)) is not None
+        }
+        for name in ("time", "type", "weight", "attributes", "features", "vector"):
+            if (value := getattr(self, name)) is not None:
+                body[name] = value
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class EventRejection:
+    """Event that was not accepted: its place among those sent, why, and in words."""
+
+    index: int
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventReceipt:
+    """Numbers of events that were accepted and that were there before; those rejected, how the others are kept
+    (`always`, `everysec`, `none`, `unknown`), and the position of the newest."""
+
+    accepted: int
+    repeated: int
+    rejected: tuple[EventRejection, ...]
+    durability: str
+    position: str | None
+
+
+async def send_events(
+    sender: Sender, policy: Policy, events: Sequence[NewEvent], until: float
+) -> EventReceipt:
+    """Sends events in their order, as many in a request as the service takes.
+
+    Raises Unanswered, after which some may have been accepted: send all of them again.
+    """
+    told = EventReceipt(0, 0, (), "unknown", None)
+    for at in range(0, len(events), policy.max_batch):
+        found = read_receipt(await sender.send(_call(events[at : at + policy.max_batch]), until))
+        moved = tuple(replace(each, index=each.index + at) for each in found.rejected)
+        told = EventReceipt(
+            told.accepted + found.accepted,
+            told.repeated + found.repeated,
+            told.rejected + moved,
+            found.durability,
+            found.position or told.position,
+        )
+    return told
+
+
+def _call(events: Sequence[NewEvent]) -> Call:
+    body = {"events": [each.to_json() for each in events]}
+    return Call("POST", "/v1/events", None, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def read_receipt(raw: bytes) -> EventReceipt:
+    """What became of the events of one request. Raises Garbled."""
+    body = read_json(raw)
+    try:
+        rejected = tuple(
+            EventRejection(each["index"], each["reason"], each["detail"])
+            for each in body["rejected"]
+        )
+        return EventReceipt(
+            int(body["accepted"]),
+            int(body["repeated"]),
+            rejected,
+            str(body["durability"]),
+            body["position"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Garbled(f"this is no answer to events: {error!r}") from error

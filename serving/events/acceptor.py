@@ -1,0 +1,119 @@
+"""Acceptance of events: those that wait together travel in one call, one call at a time, so in the order they came."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from cache.errors import LarderError
+from cache.events.accept import Accepted, PackedEvent, StreamBounds, call_of, outcomes
+from cache.format.redis_keys import Keyspace
+from serving.events.connection import EventsRedis, EventsUnavailable
+
+PIECE: Final = 250
+"""Events in one call, about 2 ms of a Redis that others may wait for."""
+WAITING_BYTES_MAX: Final = 16 << 20
+"""Bytes of events that wait for their call; more are refused."""
+
+
+class _Piece(NamedTuple):
+    events: Sequence[PackedEvent]
+    size_bytes: int
+    outcome: asyncio.Future[list[Accepted]]
+
+
+class EventsBusy(LarderError):
+    """More events wait than may; nothing of these was sent."""
+
+    code = "overloaded"
+
+
+class Acceptor:
+    """Acceptor of one process. While a call is under way the events of all requests gather for the next one."""
+
+    def __init__(self, redis: EventsRedis, keyspace: Keyspace, bounds: StreamBounds) -> None:
+        self._redis, self._keyspace, self._bounds = redis, keyspace, bounds
+        self._waiting: deque[_Piece] = deque()
+        self._waiting_bytes = 0
+        self._sending: asyncio.Task[None] | None = None
+
+    async def accept(self, events: Sequence[PackedEvent]) -> list[Accepted]:
+        """Outcome of each event, once they are as durable as demanded.
+
+        Raises EventsFull, EventsUnavailable and EventsBusy. After an error some may have been accepted: sent again
+        under their ids they are `repeated`.
+        """
+        if not events:
+            return []
+        sizes = [len(each.body) for each in events]
+        if self._waiting_bytes + sum(sizes) > WAITING_BYTES_MAX and self._waiting:
+            raise EventsBusy(f"{self._waiting_bytes} bytes of events wait already")
+        loop = asyncio.get_running_loop()
+        pieces = [
+            _Piece(events[at : at + PIECE], sum(sizes[at : at + PIECE]), loop.create_future())
+            for at in range(0, len(events), PIECE)
+        ]
+        self._waiting.extend(pieces)
+        self._waiting_bytes += sum(sizes)
+        if self._sending is None:
+            # A task begins in the next turn: all requests of this one go along.
+            self._sending = asyncio.create_task(self._send())
+        # Each is awaited, whatever came of the others: an error that nobody took would be logged as lost.
+        found = await asyncio.gather(*(each.outcome for each in pieces), return_exceptions=True)
+        told: list[Accepted] = []
+        for outcome in found:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            told += outcome
+        return told
+
+    async def aclose(self) -> None:
+        """Waits for the call under way; what waits behind it is refused."""
+        self._refuse(self._take_all(), EventsUnavailable("this service stops"))
+        if self._sending is not None:
+            await asyncio.wait([self._sending])
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                if pieces := self._next():
+                    await self._call(pieces)
+        finally:
+            self._sending = None
+
+    async def _call(self, pieces: list[_Piece]) -> None:
+        events = [event for piece in pieces for event in piece.events]
+        try:
+            replies = await self._redis.accept(*call_of(self._keyspace, self._bounds, events))
+            found = outcomes(replies)
+        except Exception as error:
+            # What waits behind an outage would wait as long in vain.
+            behind = self._take_all() if isinstance(error, EventsUnavailable) else []
+            self._refuse(pieces + behind, error)
+        else:
+            at = 0
+            for piece in pieces:
+                if not piece.outcome.done():
+                    piece.outcome.set_result(found[at : at + len(piece.events)])
+                at += len(piece.events)
+
+    def _next(self) -> list[_Piece]:
+        pieces, room = [], PIECE
+        while self._waiting and len(self._waiting[0].events) <= room:
+            piece = self._waiting.popleft()
+            self._waiting_bytes -= piece.size_bytes
+            room -= len(piece.events)
+            if not piece.outcome.cancelled():
+                pieces.append(piece)
+        return pieces
+
+    def _take_all(self) -> list[_Piece]:
+        pieces = list(self._waiting)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        return pieces
+
+    def _refuse(self, pieces: Sequence[_Piece], why: Exception) -> None:
+        for piece in pieces:
+            if not piece.outcome.done():
+                piece.outcome.set_exception(why)

@@ -1,0 +1,172 @@
+"""Connections to the Redis of events: one pool, durability judged as each opens, errors translated once."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+
+from cache.config.events import Durability
+from cache.errors import ConfigError, LarderError
+from cache.events.accept import FULL, SCRIPT
+from serving.events.durability import FoundDurability, durability_of
+
+Command = tuple[bytes | str | int | float, ...]
+
+CONNECTIONS_MAX: Final = 8
+"""Connections of a process: the acceptor's, the inbox's, those of looks and of rejected events."""
+CONNECT_S: Final = 1.0
+REPLY_S: Final = 3.0
+"""Seconds for a reply: a disk that is to have an event first may take long, a lookup never waits for it."""
+_SCRIPT_ID: Final = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
+
+
+class EventsUnavailable(LarderError):
+    """The Redis of events did not answer, or keeps less than is demanded; the same events may be sent again."""
+
+    code = "events_unavailable"
+
+
+class EventsFull(LarderError):
+    """The stream takes no more until a night has taken some over."""
+
+    code = "events_full"
+
+
+class EventsRedis:
+    """The Redis that a namespace's events lie in, for one event loop; everything here raises EventsUnavailable.
+
+    No command is sent twice by itself: whoever sends an event again does so under its id.
+    """
+
+    def __init__(self, url: str, demanded: Durability) -> None:
+        self.demanded = demanded
+        self.found: FoundDurability | None = None
+        """Durability found by the last look; None before any."""
+        try:
+            self._pool = ConnectionPool.from_url(
+                url,
+                protocol=2,
+                socket_connect_timeout=CONNECT_S,
+                socket_timeout=REPLY_S,
+                max_connections=CONNECTIONS_MAX,
+                retry=Retry(NoBackoff(), 0),
+                redis_connect_func=self._greet,
+            )
+        except ValueError as error:
+            raise ConfigError(f"events_url cannot be used: {error}", field="events_url") from error
+        self._client: Redis = Redis(connection_pool=self._pool)
+        self._client.response_callbacks.clear()  # replies as they come: what differs by protocol is not wanted here
+
+    async def ask(self, *words: Any) -> Any:
+        """The reply to one command."""
+        with _as_unavailable():
+            return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
+
+    async def ask_all(
+        self, commands: Sequence[Command], *, is_transaction: bool = False
+    ) -> list[Any]:
+        """Replies to all commands, in one round trip; the first refusal is raised when all have been sent."""
+        with _as_unavailable():
+            async with self._client.pipeline(transaction=is_transaction) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return await pipeline.execute()
+
+    async def accept(self, keys: Sequence[bytes], arguments: Sequence[Any]) -> list[bytes]:
+        """Replies of the script of acceptance, once they are as durable as demanded; raises EventsFull, too."""
+        call = (len(keys), *keys, *arguments)
+        with _as_unavailable():
+            # A connection of its own, not the client: one that is opened only now may have met another server.
+            connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+            try:
+                await self._demand_of(connection)
+                try:
+                    return await self._called(connection, ("EVALSHA", _SCRIPT_ID, *call))
+                except NoScriptError:
+                    return await self._called(connection, ("EVAL", SCRIPT, *call))
+            except OutOfMemoryError as error:
+                raise EventsFull("the Redis of events is at its maxmemory") from error
+            except ResponseError as error:
+                if not str(error).startswith(FULL):
+                    raise
+                raise EventsFull("the stream of events is full") from error
+            finally:
+                await self._pool.release(connection)
+
+    async def demand_durability(self) -> None:
+        """Looks at the settings of this Redis; raises EventsUnavailable unless it keeps events as demanded."""
+        _demand(await self.look_at_durability(), self.demanded)
+
+    async def look_at_durability(self) -> FoundDurability:
+        """Durability that this Redis has now."""
+        with _as_unavailable():
+            found = await durability_of(self._client.execute_command, self.demanded)
+        self.found = found
+        return found
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose(close_connection_pool=True)
+
+    async def _demand_of(self, connection: AbstractConnection) -> None:
+        if self.found is None or not self.found.suffices(self.demanded):
+            # It may have been mended since.
+            self.found = await durability_of(partial(_asked, connection), self.demanded)
+        _demand(self.found, self.demanded)
+
+    async def _called(self, connection: AbstractConnection, command: Command) -> list[bytes]:
+        commands = [command]
+        if self.found is not None and self.found.waits:
+            commands.append(("WAITAOF", 1, 0, int(REPLY_S * 900)))
+        await connection.send_packed_command(connection.pack_commands(commands))
+        replies = [await _reply(connection) for _ in commands]
+        for each in replies:
+            if isinstance(each, ResponseError):
+                raise each
+        if len(replies) > 1 and not replies[1][0]:
+            raise EventsUnavailable("the Redis of events did not write to its disk in time")
+        accepted: list[bytes] = replies[0]
+        return accepted
+
+    async def _greet(self, connection: AbstractConnection) -> None:
+        """Opens a connection as redis-py does, and looks at what may be another server than before."""
+        await connection.on_connect()
+        self.found = await durability_of(partial(_asked, connection), self.demanded)
+
+
+def _demand(found: FoundDurability, demanded: Durability) -> None:
+    if not found.suffices(demanded):
+        raise EventsUnavailable(
+            f"[events] durability demands {demanded!r}, and the Redis of events has {found.kept!r}: set appendonly yes "
+            "and appendfsync there, or let its user read them (CONFIG GET)",
+            demanded=demanded,
+            found=found.kept,
+        )
+
+
+async def _asked(connection: AbstractConnection, *words: str) -> Any:
+    await connection.send_command(*words)
+    return await connection.read_response()
+
+
+async def _reply(connection: AbstractConnection) -> Any:
+    """The next reply; an error of the server is one, so that what comes behind it is read, too."""
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+@contextlib.contextmanager
+def _as_unavailable() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise EventsUnavailable(f"the Redis of events: {error or type(error).__name__}") from error

@@ -1,0 +1,80 @@
+"""Counts of events by what became of them, how long acceptance took, and what lies in their Redis."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from cache.events.position import Position
+from cache.format.redis_keys import Keyspace
+from serving.events.connection import EventsRedis, EventsUnavailable
+from serving.metrics.event_counters import by_label
+from serving.metrics.fast_counters import Seconds
+
+ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_WAYS = ("http", "inbox")
+
+
+class EventCounts(Collector):
+    """Collector of the numbers of one process, and of the stream and the inbox as it last saw them."""
+
+    def __init__(self, redis: EventsRedis, keyspace: Keyspace) -> None:
+        self.results: Counter[str] = Counter({ACCEPTED: 0, REPEATED: 0, TOO_MANY: 0})
+        self.dropped = 0
+        """Rejected events that were not kept, because too many waited to be written."""
+        self.seconds = Seconds(
+            "larder_events_accept_seconds", "Time until events were accepted, by the way they came", "by", _WAYS,
+            _SECONDS,
+        )  # fmt: skip
+        self._redis, self._keyspace = redis, keyspace
+        self._gauges: dict[str, float] = {}
+
+    async def look(self) -> None:
+        """Looks at the stream, the inbox and the server's settings; while it is away, only that is told."""
+        stream, inbox = self._keyspace.events, self._keyspace.inbox
+        try:
+            found = await self._redis.look_at_durability()
+            size_bytes, length, waiting, first, now = await self._redis.ask_all([
+                ("MEMORY", "USAGE", stream, "SAMPLES", 5), ("XLEN", stream), ("XLEN", inbox),
+                ("XRANGE", inbox, "-", "+", "COUNT", 1), ("TIME",),
+            ])  # fmt: skip
+        except EventsUnavailable:
+            self._gauges = {"up": 0.0}
+            return
+        oldest_s = Position.parse(first[0][0]).ms / 1000 if first else float(now[0])
+        self._gauges = {
+            "up": float(found.suffices(self._redis.demanded)),
+            "stream_bytes": float(size_bytes or 0),
+            "stream_length": float(length),
+            "inbox_length": float(waiting),
+            "inbox_lag_seconds": max(0.0, float(now[0]) - oldest_s),
+        }
+
+    def collect(self) -> Iterable[Metric]:
+        """Counter families, the histogram, and a gauge for all that the last look saw."""
+        results = CounterMetricFamily(
+            "larder_events", "Events, by what became of them", labels=["result"]
+        )
+        yield by_label(results, self.results)
+        yield CounterMetricFamily(
+            "larder_events_rejected_dropped",
+            "Rejected events not kept with their reason",
+            value=self.dropped,
+        )
+        yield from self.seconds.collect()
+        for name, value in self._gauges.items():
+            yield GaugeMetricFamily(f"larder_events_{name}", _TEXTS[name], value=value)
+
+
+_TEXTS = {
+    "up": "1 while the Redis of events answers and is as durable as demanded",
+    "stream_bytes": "Bytes of the stream of accepted events",
+    "stream_length": "Events in the stream",
+    "inbox_length": "Entries of the inbox that are not taken in yet",
+    "inbox_lag_seconds": "Age of the oldest of them, by Redis' clock",
+}
+"""Help text by gauge."""

@@ -1,0 +1,62 @@
+"""Durability of the Redis that events lie in, as its own settings have it."""
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Literal, NamedTuple
+
+from redis.exceptions import ResponseError
+
+from cache.config.events import Durability
+
+Kept = Literal["always", "everysec", "none", "unknown"]
+"""State of an event when it is accepted: on disk; there within a second; in memory alone; or nobody tells."""
+
+_RANKS: Final = {"always": 2, "everysec": 1, "none": 0, "unknown": 0}
+_AOF = re.compile(rb"aof_enabled:([01])")
+
+Ask = Callable[..., Awaitable[Any]]
+"""Sends the words of a command, and gives its reply; raises redis-py's errors."""
+
+
+class FoundDurability(NamedTuple):
+    """Durability that a server was found to have; `waits` if each call has to wait for the disk, to be sure."""
+
+    kept: Kept
+    waits: bool = False
+
+    def suffices(self, demanded: Durability) -> bool:
+        """True if nothing less than what is demanded is promised."""
+        return demanded == "any" or _RANKS[self.kept] >= _RANKS[demanded]
+
+
+async def durability_of(ask: Ask, demanded: Durability) -> FoundDurability:
+    """Looks at the server's settings, or where it does not tell them at what it says of its log.
+
+    A server that does not tell how often it writes to disk, and has WAITAOF, is made to wait where more than `any` is
+    demanded.
+    """
+    try:
+        flat = await ask("CONFIG", "GET", "append*")
+    except ResponseError:  # this user may not, or it is renamed
+        flat = []
+    told = dict(zip(flat[::2], flat[1::2], strict=False))
+    if b"appendonly" in told:
+        fsync = told.get(b"appendfsync")
+        if told[b"appendonly"] != b"yes" or fsync not in (b"always", b"everysec"):
+            return FoundDurability("none")
+        return FoundDurability("always" if fsync == b"always" else "everysec")
+    try:
+        found = _AOF.search(await ask("INFO", "persistence"))
+    except ResponseError:
+        found = None
+    if found is None:
+        return FoundDurability("unknown")
+    if found[1] == b"0":
+        return FoundDurability("none")
+    if demanded == "any":
+        return FoundDurability("unknown")
+    try:
+        await ask("WAITAOF", "0", "0", "1")
+    except ResponseError:  # Redis 7.0 has none
+        return FoundDurability("unknown")
+    return FoundDurability("always", waits=True)

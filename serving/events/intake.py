@@ -1,0 +1,117 @@
+"""Intake of events: a request's or the inbox's are read, accepted or rejected, and counted."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cache.events.accept import Accepted, PackedEvent
+from cache.events.position import Position
+from cache.store.blocklist import Blocklist
+from serving.events.acceptor import Acceptor, EventsBusy
+from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
+from serving.events.counts import ACCEPTED, REPEATED, TOO_MANY, EventCounts
+from serving.events.reading import EventReader, ReadEvents, RejectedEvent
+from serving.events.rejections import Rejections
+from serving.requests.errors import Problem
+
+BESIDE: Final = 100
+"""Events of one request beyond which they are read in a thread: 100 take about 1 ms."""
+FULL_WAIT_S: Final = 30.0
+"""Seconds that whoever meets a full stream is told to wait: it has room when a night has taken events over."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventIntake:
+    """The way of events into the stream of one namespace; `clock` is Unix seconds, `timer` monotonic ones."""
+
+    redis: EventsRedis
+    reader: EventReader
+    acceptor: Acceptor
+    rejections: Rejections
+    counts: EventCounts
+    blocklist: Callable[[], Blocklist]
+    clock: Callable[[], float]
+    timer: Callable[[], float]
+
+    async def take(self, events: Sequence[Any]) -> dict[str, Any]:
+        """Takes a request's list of events; the answer to it. Raises Problem where none can be accepted now.
+
+        After that some may have been accepted all the same: sent again under their ids they count once.
+        """
+        began = self.timer()
+        read, args = self.reader.of_body, (events, self.clock(), self.blocklist())
+        found = await asyncio.to_thread(read, *args) if len(events) > BESIDE else read(*args)
+        try:
+            told = await self.acceptor.accept(found.packed)
+        except EventsFull as error:
+            raise Problem(
+                429, error.code, f"{error.message}: send them again later, under the same ids",
+                retry_after_seconds=FULL_WAIT_S,
+            ) from error  # fmt: skip
+        except (EventsUnavailable, EventsBusy) as error:
+            raise Problem(
+                503, error.code, f"{error.message}: send them again, under the same ids"
+            ) from error
+        self.counts.seconds.observe("http", self.timer() - began)
+        return self._answer(events, found, told)
+
+    async def take_entries(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]]) -> None:
+        """Takes entries of the inbox, by their ids; each is accepted, or rejected and kept, when this returns.
+
+        Raises EventsFull, EventsUnavailable and EventsBusy.
+        """
+        began, now_s, blocklist = self.timer(), self.clock(), self.blocklist()
+        packed: list[PackedEvent] = []
+        sent: list[Mapping[bytes, bytes]] = []
+        rejected: list[tuple[Problem, Mapping[bytes, bytes]]] = []
+        for entry, fields in entries:
+            try:
+                packed.append(self.reader.of_inbox(fields, entry, now_s, blocklist))
+            except Problem as found:
+                rejected.append((found, fields))
+            else:
+                sent.append(fields)
+        told = await self.acceptor.accept(packed)
+        for problem, fields in rejected:
+            self.rejections.add(problem.reason, problem.message, fields)
+        for fields, each in zip(sent, told, strict=True):
+            self._count(each, fields)
+        await self.rejections.flush()
+        self.counts.seconds.observe("inbox", self.timer() - began)
+
+    def _answer(
+        self, events: Sequence[Any], found: ReadEvents, told: Sequence[Accepted]
+    ) -> dict[str, Any]:
+        for each in found.rejected:
+            self.rejections.add(each.reason, each.detail, events[each.place])
+        rejected, last = list(found.rejected), Position(0, 0)
+        counts: Counter[str] = Counter()
+        for place, outcome in zip(found.places, told, strict=True):
+            counts[outcome.reason or ACCEPTED] += 1
+            self._count(outcome, events[place])
+            if outcome.position is not None:
+                last = max(last, outcome.position)
+            elif outcome.reason == TOO_MANY:
+                rejected.append(RejectedEvent(place, TOO_MANY, _TOO_MANY))
+        kept = self.redis.found
+        return {
+            ACCEPTED: counts[ACCEPTED],
+            REPEATED: counts[REPEATED],
+            "rejected": [
+                {"index": each.place, "reason": each.reason, "detail": each.detail}
+                for each in sorted(rejected)
+            ],
+            "durability": "unknown" if kept is None else kept.kept,
+            "position": str(last) if counts[ACCEPTED] else None,
+        }
+
+    def _count(self, outcome: Accepted, sent: Any) -> None:
+        if outcome.reason == TOO_MANY:
+            self.rejections.add(TOO_MANY, _TOO_MANY, sent)
+        else:
+            self.counts.results[outcome.reason or ACCEPTED] += 1
+
+
+_TOO_MANY: Final = "its user, or the item alone, has sent as many as [events] of_one allows"

@@ -1,0 +1,71 @@
+"""The parts that take events in, put together for one namespace."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from cache.events.accept import StreamBounds
+from cache.store.blocklist import Blocklist
+from serving.config.settings import ServingConfig
+from serving.events.acceptor import Acceptor
+from serving.events.connection import EventsRedis, EventsUnavailable
+from serving.events.counts import EventCounts
+from serving.events.inbox import Inbox
+from serving.events.intake import EventIntake
+from serving.events.reading import EventReader
+from serving.events.rejections import FLUSH_S, Rejections
+from serving.replica.background import Refresher
+
+log = logging.getLogger(__name__)
+
+_START_S = 2.0
+"""Seconds that a start waits for the Redis of events: lookups need none."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventParts:
+    """The intake, and what runs in the background of it."""
+
+    redis: EventsRedis
+    intake: EventIntake
+    inbox: Inbox
+
+    @classmethod
+    def of(cls, config: ServingConfig, name: str, blocklist: Callable[[], Blocklist]) -> Self:
+        """All parts, `name` for the consumer of the inbox; nothing is connected yet. Raises ConfigError."""
+        events, keyspace = config.events, config.keyspace()
+        redis = EventsRedis(config.events_redis, events.durability)
+        counts = EventCounts(redis, keyspace)
+        bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
+        intake = EventIntake(
+            redis, EventReader(keyspace, events), Acceptor(redis, keyspace, bounds),
+            Rejections(redis, keyspace, counts, events.rejected), counts, blocklist, time.time, time.monotonic,
+        )  # fmt: skip
+        return cls(redis, intake, Inbox(redis, keyspace, intake, name))
+
+    def also(self, refresher: Refresher, figures_s: float) -> None:
+        """Has the replica's background write rejected events, and look at stream and inbox."""
+        refresher.also(FLUSH_S, self.intake.rejections.step)
+        refresher.also(figures_s, self.intake.counts.look)
+
+    async def start(self) -> None:
+        """Looks at the Redis of events, says in the log what is wrong with it, and begins to empty the inbox."""
+        try:
+            async with asyncio.timeout(_START_S):
+                await self.redis.demand_durability()
+                await self.intake.counts.look()
+        except EventsUnavailable as error:
+            log.warning("no events are accepted for now: %s", error.message)
+        except TimeoutError:
+            log.warning("no events are accepted for now: their Redis does not answer")
+        self.inbox.start()
+
+    async def aclose(self) -> None:
+        """Ends what is under way, writes what was rejected, and closes the connections."""
+        await self.inbox.aclose()
+        await self.intake.acceptor.aclose()
+        await self.intake.rejections.step()
+        await self.redis.aclose()

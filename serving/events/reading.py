@@ -1,0 +1,242 @@
+"""Reading of events, from JSON or from fields of the inbox; whatever is wrong is rejected with its reason. Pure."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from cache.config.events import EventsConfig
+from cache.events.accept import PackedEvent, packed
+from cache.events.event import Event
+from cache.format.redis_keys import Keyspace
+from cache.store.blocklist import Blocklist
+from serving.requests.errors import Problem, unprocessable
+from serving.requests.fields import check_length, read_features, read_id, read_object
+
+ID_BYTES_MAX: Final = 128
+TYPE_BYTES_MAX: Final = 64
+ATTRIBUTES_MAX: Final = 64
+ATTRIBUTE_NAME_BYTES_MAX: Final = 64
+TEXT_BYTES_MAX: Final = 1_024
+TEXTS_MAX: Final = 64
+VECTOR_MAX: Final = 8_192
+
+_FIELDS = frozenset(
+    {"user", "item", "time", "id", "type", "weight", "attributes", "features", "vector"}
+)
+_OF_ITEMS = ("features", "vector")
+_FLOAT_MAX = 3.4e38
+"""Largest weight or part of a vector: nights hold both as float32."""
+_SECONDS_MAX = 10**11
+"""Bound of Unix seconds: what is beyond it was meant in milliseconds."""
+_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
+_TIME_CHARS_MAX = 64
+_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_SHOWN_CHARS = 400
+_JSON_FIELD = b"e"
+"""Field of an inbox entry that holds all of an event as JSON."""
+
+
+class RejectedEvent(NamedTuple):
+    """Event that was not accepted: its place in the request, why, and in words."""
+
+    place: int
+    reason: str
+    detail: str
+
+
+class ReadEvents(NamedTuple):
+    """Events of one request that may be accepted, each with its place in it, and those that may not."""
+
+    places: list[int]
+    packed: list[PackedEvent]
+    rejected: list[RejectedEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class EventReader:
+    """Reader of events for one namespace, within its bounds."""
+
+    keyspace: Keyspace
+    config: EventsConfig
+
+    def listed(self, content: object) -> list[Any]:
+        """The list in a request's body, unread; raises Problem where there is none, or too long a one."""
+        data = read_object(content, "body", frozenset({"events"}))
+        events = data.get("events")
+        if not isinstance(events, list):
+            raise unprocessable("invalid_field", "events is a list", "events")
+        check_length(events, 1, self.config.batch, "events", "batch_too_long")
+        return events
+
+    def of_body(self, events: Sequence[Any], now_s: float, blocklist: Blocklist) -> ReadEvents:
+        """Reads the events of a body; `now_s` is the service's clock, Unix seconds."""
+        found = ReadEvents([], [], [])
+        now_us = round(now_s * 1e6)
+        for place, sent in enumerate(events):
+            try:
+                event = self._checked(self._event(sent, f"events[{place}]", now_us), blocklist)
+            except Problem as problem:
+                told = problem.message[:_SHOWN_CHARS]
+                found.rejected.append(RejectedEvent(place, problem.reason, told))
+            else:
+                found.places.append(place)
+                found.packed.append(event)
+        return found
+
+    def of_inbox(
+        self, fields: Mapping[bytes, bytes], entry: str, now_s: float, blocklist: Blocklist
+    ) -> PackedEvent:
+        """Reads an entry of the inbox, whose id is the event's where it has none; raises Problem."""
+        try:
+            raw = fields.get(_JSON_FIELD)
+            sent = _of_texts(fields) if raw is None else orjson.loads(raw)
+        except (UnicodeDecodeError, orjson.JSONDecodeError) as error:
+            raise unprocessable("invalid_json", f"the entry is no event: {error}", "e") from error
+        if isinstance(sent, dict) and sent.get("id") is None:
+            sent = {**sent, "id": entry}
+        return self._checked(self._event(sent, "event", round(now_s * 1e6)), blocklist)
+
+    def _checked(self, event: Event, blocklist: Blocklist) -> PackedEvent:
+        """The event packed; raises Problem for one of who was erased or blocked, and for one that is too large."""
+        user = event.user
+        if user is not None and (user in blocklist.users or user in blocklist.entities):
+            raise unprocessable("erased", "its user is blocked or was erased", None)
+        found, most = packed(self.keyspace, event), self.config.event_bytes
+        if len(found.body) > most:
+            what = f"the event has {len(found.body)} bytes, {most} are allowed"
+            raise unprocessable("too_large", what, None, limit=most)
+        return found
+
+    def _event(self, sent: object, field: str, now_us: int) -> Event:
+        data = read_object(sent, field, _FIELDS)
+        user, item, id_ = (data.get(name) for name in ("user", "item", "id"))
+        if id_ is None:
+            raise unprocessable("missing_field", f"{field}.id is missing", f"{field}.id")
+        if user is None and item is None:
+            raise unprocessable("missing_field", f"{field} has neither user nor item", field)
+        id_raw = read_id(id_, f"{field}.id")
+        if len(id_raw) > ID_BYTES_MAX:
+            what = f"{field}.id has {len(id_raw)} bytes, {ID_BYTES_MAX} are allowed"
+            raise unprocessable("invalid_id", what, f"{field}.id", limit=ID_BYTES_MAX)
+        at_us = read_time(data["time"], f"{field}.time") if "time" in data else now_us
+        if at_us > now_us + self.config.ahead_s * 1e6:
+            ahead_s = (at_us - now_us) / 1e6
+            what = f"{field}.time is {ahead_s:.3f} s ahead, {self.config.ahead_s:g} s are allowed"
+            raise unprocessable("in_future", what, f"{field}.time")
+        told, vector, weight = data.get("features"), data.get("vector"), data.get("weight")
+        if user is not None and item is not None:
+            _refuse(data, field, ("attributes", *_OF_ITEMS), "a user alone or an item alone")
+        else:
+            _refuse(data, field, ("weight",), "a user and an item")
+            if user is not None:
+                _refuse(data, field, _OF_ITEMS, "an item alone")
+            if not {"attributes", *_OF_ITEMS} & data.keys():
+                what = f"{field} tells nothing: an event of {'a user' if item is None else 'an item'} alone has"
+                what += " attributes" + ("" if item is None else ", features or a vector")
+                raise unprocessable("missing_field", what, field)
+        return Event(
+            id_raw.decode(),
+            at_us,
+            None if user is None else read_id(user, f"{field}.user"),
+            None if item is None else read_id(item, f"{field}.item"),
+            _type(data["type"], f"{field}.type") if "type" in data else None,
+            1.0 if weight is None else _number(weight, f"{field}.weight"),
+            _attributes(data["attributes"], f"{field}.attributes") if "attributes" in data else None,
+            None if told is None else read_features(told, f"{field}.features"),
+            None if vector is None else _vector(vector, f"{field}.vector"),
+        )  # fmt: skip
+
+
+def read_time(value: object, field: str) -> int:
+    """Microseconds since 1970 of ISO 8601 (UTC without a zone) or Unix seconds; raises Problem."""
+    if isinstance(value, str) and len(value) <= _TIME_CHARS_MAX:
+        try:
+            found = datetime.fromisoformat(value)
+        except ValueError as error:
+            what = f"{field} is no time of ISO 8601, such as 2026-01-31T12:00:00Z"
+            raise unprocessable("invalid_field", what, field) from error
+        at_us = (found if found.tzinfo else found.replace(tzinfo=UTC)) - _BEGIN
+        return _since_1970(at_us // _MICROSECOND, field)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not abs(value) < _SECONDS_MAX:
+            raise unprocessable("invalid_field", f"{field} is in seconds since 1970", field)
+        return _since_1970(round(value * 1_000_000), field)
+    what = f"{field} is a time of ISO 8601, or seconds since 1970"
+    raise unprocessable("invalid_field", what, field)
+
+
+def _since_1970(at_us: int, field: str) -> int:
+    if at_us < 0:
+        raise unprocessable("invalid_field", f"{field} is before 1970", field)
+    return at_us
+
+
+def _refuse(data: Mapping[str, Any], field: str, names: Sequence[str], of: str) -> None:
+    for name in names:
+        if name in data:
+            where = f"{field}.{name}"
+            raise unprocessable("invalid_field", f"{where} is for an event of {of}", where)
+
+
+def _type(value: object, field: str) -> str:
+    if not isinstance(value, str) or not 1 <= len(value.encode()) <= TYPE_BYTES_MAX:
+        what = f"{field} is a text of 1 to {TYPE_BYTES_MAX} bytes"
+        raise unprocessable("invalid_field", what, field)
+    return value
+
+
+def _number(value: object, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _FLOAT_MAX:
+        raise unprocessable("invalid_field", f"{field} is a number that float32 holds", field)
+    return float(value)
+
+
+def _vector(value: object, field: str) -> tuple[float, ...]:
+    if not isinstance(value, list) or not 1 <= len(value) <= VECTOR_MAX:
+        what = f"{field} is a list of 1 to {VECTOR_MAX} numbers"
+        raise unprocessable("invalid_field", what, field)
+    return tuple([_number(each, f"{field}[{place}]") for place, each in enumerate(value)])
+
+
+def _attributes(value: object, field: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not 1 <= len(value) <= ATTRIBUTES_MAX:
+        what = f"{field} is an object of 1 to {ATTRIBUTES_MAX} values by name"
+        raise unprocessable("invalid_field", what, field)
+    for name, each in value.items():
+        if not 1 <= len(name.encode()) <= ATTRIBUTE_NAME_BYTES_MAX:
+            what = f"names in {field} have 1 to {ATTRIBUTE_NAME_BYTES_MAX} bytes"
+            raise unprocessable("invalid_field", what, field)
+        if not _is_attribute(each):
+            where = f"{field}.{name}"
+            what = (
+                f"{where} is a text of at most {TEXT_BYTES_MAX} bytes, a list of at most {TEXTS_MAX} of them, a finite "
+                "number, or true or false"
+            )
+            raise unprocessable("invalid_field", what, where)
+    return value
+
+
+def _is_attribute(value: object) -> bool:
+    if isinstance(value, list):
+        return len(value) <= TEXTS_MAX and all(
+            isinstance(each, str) and _is_attribute(each) for each in value
+        )
+    if isinstance(value, str):
+        return len(value.encode()) <= TEXT_BYTES_MAX
+    return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _of_texts(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """An event's fields where each is a text; what is no number stays one, and is refused where it stands."""
+    found: dict[str, Any] = {name.decode(): value.decode() for name, value in fields.items()}
+    for name in ("time", "weight"):
+        text = found.get(name)
+        if isinstance(text, str) and _NUMBER.fullmatch(text):
+            found[name] = float(text)
+    return found

@@ -1,0 +1,79 @@
+"""Rejected events, kept in Redis with their reasons for whoever looks for what became of theirs."""
+
+import asyncio
+from collections import deque
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from cache.format.redis_keys import Keyspace
+from serving.events.connection import EventsRedis, EventsUnavailable
+from serving.events.counts import EventCounts
+
+FLUSH_S: Final = 1.0
+"""Seconds between writes of what came over HTTP; a process that is killed loses as much of it."""
+WAITING_MAX: Final = 1_000
+SHOWN_BYTES: Final = 1_024
+"""Bytes of a rejected event that are kept."""
+
+ERASED: Final = "erased"
+"""Reason under which nothing of the event is kept: who was erased is not to be found here either."""
+
+
+class _Rejection(NamedTuple):
+    reason: str
+    detail: str
+    event: bytes
+
+
+class Rejections:
+    """Rejected events of one process on their way into Redis; beyond a bound they are counted, not kept."""
+
+    def __init__(
+        self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, most: int
+    ) -> None:
+        """`most`: number of them that Redis keeps, the newest."""
+        self._redis, self._key, self._counts, self._most = (
+            redis, keyspace.rejected_events, counts, most,
+        )  # fmt: skip
+        self._waiting: deque[_Rejection] = deque()
+        self._writing = asyncio.Lock()
+
+    def add(self, reason: str, detail: str, event: Any) -> None:
+        """Counts a rejected event, and takes it in; `event` is what was sent."""
+        self._counts.results[reason] += 1
+        if len(self._waiting) >= WAITING_MAX:
+            self._counts.dropped += 1
+            return
+        told = b"" if reason == ERASED else _shown(event)
+        self._waiting.append(_Rejection(reason, detail, told))
+
+    async def flush(self) -> None:
+        """Writes what waits. Raises EventsUnavailable, and then it waits on."""
+        async with self._writing:
+            count = len(self._waiting)
+            if not count:
+                return
+            await self._redis.ask_all([
+                ("XADD", self._key, "MAXLEN", "~", self._most, "*",
+                 "reason", each.reason, "detail", each.detail, "event", each.event)
+                for each in self._waiting
+            ])  # fmt: skip
+            for _ in range(count):
+                self._waiting.popleft()
+
+    async def step(self) -> None:
+        """Writes what waits, if Redis takes it."""
+        try:
+            await self.flush()
+        except EventsUnavailable:
+            return  # the next step tries again
+
+
+def _shown(event: Any) -> bytes:
+    if isinstance(event, dict) and all(isinstance(each, bytes) for each in event):
+        event = {
+            name.decode(errors="replace"): each.decode(errors="replace")
+            for name, each in event.items()
+        }
+    return orjson.dumps(event)[:SHOWN_BYTES]

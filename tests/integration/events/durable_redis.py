@@ -1,0 +1,85 @@
+"""A Redis with an append-only file, which a test kills and starts again over the same folder."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from cache.format.redis_keys import Keyspace
+from cache.process.child_process import Guarded
+from tests.conftest import redis_binary
+
+
+class DurableRedis:
+    """One server on one port; `fsync` as in its settings, `more` further ones."""
+
+    def __init__(self, folder: Path, fsync: str = "always", **more: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.kills = 0
+        self._folder = folder
+        self._settings = {"appendonly": "yes", "appendfsync": fsync, "save": "", **more}
+        self._process: Guarded | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        """Starts it over what the last one left."""
+        command = [str(redis_binary()), "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self._folder.resolve())]
+        for name, value in self._settings.items():
+            command += [f"--{name}", value]
+        self._process = Guarded(command, log=self._folder / "log")
+        give_up = time.monotonic() + 20
+        while time.monotonic() < give_up:
+            with contextlib.suppress(redis.RedisError), self.client() as client:
+                client.ping()
+                return
+            time.sleep(0.01)
+        raise AssertionError(self._process.tail())
+
+    def kill(self) -> None:
+        """Ends it as a crash does."""
+        with self.client() as client:
+            pid = int(client.info("server")["process_id"])
+        os.kill(pid, signal.SIGKILL)
+        self.kills += 1
+        self.stop()
+
+    def stop(self) -> None:
+        """Waits for its end."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def client(self) -> Any:
+        """A plain client."""
+        return redis.Redis(
+            port=self.port, protocol=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
+        )
+
+
+@contextlib.contextmanager
+def durable_redis(folder: Path, fsync: str = "always", **more: str) -> Iterator[DurableRedis]:
+    """A running one, stopped at the end."""
+    server = DurableRedis(folder, fsync, **more)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def stream_of(client: Any, keyspace: Keyspace) -> list[dict[str, Any]]:
+    """All accepted events, in their order, as the stream has them."""
+    return [orjson.loads(fields[b"e"]) for _, fields in client.xrange(keyspace.events)]

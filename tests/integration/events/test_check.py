@@ -1,0 +1,70 @@
+"""The line of `larder check` about the Redis of events."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.config.events import EventsConfig
+from cache.config.serving import ServingConfig
+from cache.errors import ConfigError
+from infra.cli.check import LOOKS
+from precompute.config.settings import NightConfig
+from tests.integration.events.durable_redis import DurableRedis, durable_redis
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableRedis]:
+    with durable_redis(tmp_path_factory.mktemp("durable"), "everysec") as running:
+        yield running
+
+
+def told(folder: Path, url: str = "", **events: Any) -> tuple[str, str]:
+    config = NightConfig(events_url=url, events=EventsConfig(**events), base=str(folder))
+    return LOOKS["events"](config)
+
+
+def test_without_events_no_redis_is_looked_at(tmp_path: Path) -> None:
+    assert told(tmp_path)[0] == "not used"
+
+
+def test_a_fit_one_is_told_with_what_it_keeps(server: DurableRedis, tmp_path: Path) -> None:
+    state, words = told(tmp_path, server.url, enabled=True, durability="everysec")
+
+    assert state == "ok" and "durability everysec" in words and "noeviction" in words
+
+
+def test_less_than_is_demanded_is_to_be_done(server: DurableRedis, tmp_path: Path) -> None:
+    state, words = told(tmp_path, server.url, enabled=True, durability="always")
+
+    assert state == "to do" and "appendfsync always" in words
+
+
+def test_one_that_may_evict_events_is_to_be_changed(server: DurableRedis, tmp_path: Path) -> None:
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            state, words = told(tmp_path, server.url, enabled=True)
+        finally:
+            client.config_set("maxmemory-policy", "noeviction")
+
+    assert state == "to do" and "allkeys-lru" in words
+
+
+def test_one_that_is_away_is_named_without_its_password(tmp_path: Path) -> None:
+    state, words = told(tmp_path, "redis://:secret@127.0.0.1:1/0", enabled=True)
+
+    assert state == "to do" and "127.0.0.1:1" in words and "secret" not in words
+
+
+@pytest.mark.parametrize("kind", [NightConfig, ServingConfig])
+def test_events_do_not_lie_in_a_cluster(kind: Any) -> None:
+    with pytest.raises(ConfigError, match="LARDER_EVENTS_URL"):
+        kind(redis_url="redis+cluster://127.0.0.1:1", events=EventsConfig(enabled=True))
+
+    kind(
+        redis_url="redis+cluster://127.0.0.1:1",
+        events_url="redis://127.0.0.1:1",
+        events=EventsConfig(enabled=True),
+    )

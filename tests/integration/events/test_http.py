@@ -1,0 +1,212 @@
+"""POST /v1/events over the real application: refusals of a whole request, quotas, metrics, and the client."""
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cache.config.events import EventsConfig
+from cache.format.redis_keys import Keyspace
+from cache.store.blocklist import change_blocklist
+from precompute.config.settings import NightConfig
+from serving.client import AsyncClient, Client, InvalidRequest, NewEvent, Policy, Unavailable
+from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of
+from tests.integration.events.intakes import event
+from tests.integration.nights import build_night
+from tests.integration.serving_app import BASE, Running, eventually, serving
+from tests.integration.token_files import TokenPlace
+
+SETTINGS = EventsConfig(enabled=True, durability="always", batch=100, of_one=50)
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("night"), redis_url, users=50, items=40)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableRedis]:
+    with durable_redis(tmp_path_factory.mktemp("durable")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: DurableRedis) -> Iterator[Any]:
+    with server.client() as connection:
+        connection.flushall()
+        yield connection
+
+
+@pytest.fixture
+async def app(night: NightConfig, server: DurableRedis, client: Any) -> AsyncIterator[Running]:
+    async with serving(night, events=SETTINGS, events_url=server.url, figures_s=0.1) as running:
+        yield running
+
+
+async def post(app: Running, *events: Any, **headers: str) -> httpx.Response:
+    return await app.http.post("/v1/events", json={"events": [*events]}, headers=headers)
+
+
+async def test_events_are_accepted_told_and_counted(
+    app: Running, night: NightConfig, client: Any
+) -> None:
+    response = await post(app, event(1), event(1), event(2), {"id": 1})
+
+    assert response.status_code == 202
+    told = response.json()
+    assert (told["accepted"], told["repeated"], told["durability"]) == (2, 1, "always")
+    assert [(each["index"], each["reason"]) for each in told["rejected"]] == [(3, "missing_field")]
+    assert [each["id"] for each in stream_of(client, Keyspace(night.namespace))] == ["e-1", "e-2"]
+    counted = await app.counted("larder_events_total")
+    assert (
+        counted["accepted",] == 2 and counted["repeated",] == 1 and counted["missing_field",] == 1
+    )
+    assert (await app.counted("larder_requests_total"))["POST /v1/events", "202"] == 1
+
+    async def seen() -> bool:
+        return await app.counted("larder_events_stream_length") == {(): 2.0}
+
+    assert await eventually(seen)
+    assert (await app.counted("larder_events_up")) == {(): 1.0}
+    assert (await app.counted("larder_events_stream_bytes"))[()] > 0
+    assert (await app.counted("larder_events_inbox_length")) == {(): 0.0}
+    assert (await app.counted("larder_events_accept_seconds_count"))["http",] == 1
+
+
+async def test_the_inbox_is_emptied_by_a_service(
+    app: Running, night: NightConfig, client: Any
+) -> None:
+    keyspace = Keyspace(night.namespace)
+    client.xadd(keyspace.inbox, {"user": "u", "item": "i", "id": "x"})
+
+    async def taken() -> bool:
+        return bool(client.xlen(keyspace.events) == 1 and client.xlen(keyspace.inbox) == 0)
+
+    assert await eventually(taken)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"events": {}}, "invalid_field"),
+        ({"event": []}, "unknown_field"),
+        ({"events": []}, "batch_too_long"),
+        ({"events": [{}] * 101}, "batch_too_long"),
+        ([], "invalid_field"),
+    ],
+)
+async def test_a_body_without_events_is_refused(app: Running, body: Any, code: str) -> None:
+    response = await app.http.post("/v1/events", json=body)
+
+    assert (response.status_code, response.json()["error"]["code"]) == (422, code)
+
+
+async def test_events_of_who_is_blocked_are_rejected_within_a_second(
+    app: Running, night: NightConfig
+) -> None:
+    change_blocklist(night.store(), block_users=[b"erased"])
+    numbers = iter(range(1_000))
+
+    async def refused() -> bool:
+        told = (await post(app, event(next(numbers), "erased"))).json()
+        return [each["reason"] for each in told["rejected"]] == ["erased"]
+
+    assert await eventually(refused)
+
+
+async def test_a_service_without_events_says_so(night: NightConfig) -> None:
+    async with serving(night) as without:
+        response = await post(without, event(1))
+
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "events_disabled")
+
+
+async def test_a_redis_that_is_away_costs_lookups_nothing(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    async with serving(night, events=SETTINGS, events_url=f"unix://{tmp_path}/nobody") as running:
+        response = await post(running, event(1))
+        answer = await running.get("/v1/lookup/user_topk/nobody")
+
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "events_unavailable")
+    assert response.headers["Retry-After"] == "1" and answer["source"] == "default"
+
+
+async def test_it_needs_its_scope_and_counts_its_entities(
+    night: NightConfig, server: DurableRedis, tmp_path: Path
+) -> None:
+    place = TokenPlace(tmp_path / "tokens.json")
+    reader = place.add("reader", "read")
+    sender = place.add("sender", "events", entities_per_s=5.0)
+    settings: dict[str, Any] = {"events": SETTINGS, "events_url": server.url}
+    async with serving(night, tokens_file=str(place.path), **settings) as running:
+        stranger = await post(running, event(1))
+        wrong = await post(running, event(1), **reader)
+        first = await post(running, *(event(n) for n in range(5)), **sender)
+        second = await post(running, *(event(n) for n in range(5)), **sender)
+
+    assert [each.status_code for each in (stranger, wrong, first, second)] == [401, 403, 202, 429]
+    assert second.json()["error"]["quota"] == "entities_per_s"
+
+
+async def test_the_client_sends_any_number_and_tells_what_became_of_them(
+    app: Running, night: NightConfig, client: Any
+) -> None:
+    events = [NewEvent(n, user=f"u-{n % 10}", item=f"i-{n}", time=1.7e9 + n) for n in range(25)]
+    events[17] = NewEvent(17, user="u")
+    transport = app.http._transport
+    policy = Policy(deadline_ms=10_000, max_batch=10)
+    async with AsyncClient(BASE, transport=transport, policy=policy) as larder:
+        receipt = await larder.send_events(events)
+        again = await larder.send_events(events)
+        nothing = await larder.send_events([])
+        with pytest.raises(InvalidRequest):
+            await AsyncClient(
+                BASE, transport=transport, policy=replace(policy, max_batch=200)
+            ).send_events(events * 5)
+
+    assert (receipt.accepted, receipt.repeated, receipt.durability) == (24, 0, "always")
+    assert [(each.index, each.reason) for each in receipt.rejected] == [(17, "missing_field")]
+    assert (again.accepted, again.repeated, again.position) == (0, 24, None)
+    assert (nothing.accepted, nothing.position) == (0, None)
+    found = stream_of(client, Keyspace(night.namespace))
+    assert [each["id"] for each in found] == [str(n) for n in range(25) if n != 17]
+    newest = client.xrevrange(Keyspace(night.namespace).events, count=1)[0][0].decode()
+    assert receipt.position == newest
+
+
+def test_the_blocking_client_has_the_same_method(tmp_path: Path) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/v1/events"
+        body = {
+            "accepted": 1,
+            "repeated": 0,
+            "rejected": [],
+            "durability": "none",
+            "position": "1-0",
+        }
+        return httpx.Response(202, json=body)
+
+    with Client(BASE, transport=httpx.MockTransport(answer)) as larder:
+        assert larder.send_events([NewEvent("1", user="u", item="i")]).accepted == 1
+
+
+async def test_a_full_stream_is_429_with_a_time_to_come_again(
+    night: NightConfig, server: DurableRedis, client: Any
+) -> None:
+    small_stream = replace(SETTINGS, stream_bytes=1 << 20)
+    async with serving(night, events=small_stream, events_url=server.url) as small:
+        with client.pipeline(transaction=False) as pipeline:
+            for _ in range(1_500):
+                pipeline.xadd(Keyspace(night.namespace).events, {"e": b"x" * 1_000})
+            pipeline.execute()
+        response = await post(small, event(1))
+        async with AsyncClient(BASE, transport=small.http._transport) as larder:
+            with pytest.raises(Unavailable) as caught:
+                await larder.send_events([NewEvent("1", user="u", item="i")])
+
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "events_full")
+    assert int(response.headers["Retry-After"]) == 30 and caught.value.code == "events_full"

@@ -1,0 +1,197 @@
+"""The inbox: what producers write into Redis is taken in once, whoever dies in between."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cache.events.accept import StreamBounds, call_of
+from cache.format.redis_keys import Keyspace
+from serving.events import inbox as inbox_module
+from serving.events.connection import EventsRedis
+from serving.events.inbox import GROUP
+from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of
+from tests.integration.events.intakes import intake, rejected
+from tests.integration.serving_app import eventually
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableRedis]:
+    with durable_redis(tmp_path_factory.mktemp("durable")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: DurableRedis) -> Iterator[Any]:
+    with server.client() as connection:
+        yield connection
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consumers that others hold for dead within moments, and tries that follow each other at once."""
+    for name, value in (
+        ("CLAIM_AFTER_MS", 100),
+        ("CLAIM_EVERY_S", 0.05),
+        ("PAUSE_S", 0.05),
+        ("BLOCK_MS", 50),
+    ):
+        monkeypatch.setattr(inbox_module, name, value)
+
+
+def write(client: Any, keyspace: Keyspace, *numbers: int, user: str = "u") -> None:
+    for number in numbers:
+        fields = {"user": user, "item": f"i-{number}", "id": f"e-{number}", "time": "1700000000"}
+        client.xadd(keyspace.inbox, fields)
+
+
+async def is_empty(client: Any, keyspace: Keyspace) -> bool:
+    return (
+        client.xlen(keyspace.inbox) == 0 and not client.xpending(keyspace.inbox, GROUP)["pending"]
+    )
+
+
+async def test_what_lies_there_and_what_comes_is_taken_in_and_removed(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    write(client, keyspace, *range(300))
+    client.xadd(keyspace.inbox, {"e": '{"user":"u","item":"json","time":1}'})
+    async with intake(server.url, keyspace, inbox=True):
+        assert await eventually(lambda: is_empty(client, keyspace))
+        write(client, keyspace, 300)
+        assert await eventually(lambda: is_empty(client, keyspace))
+
+    found = stream_of(client, keyspace)
+    assert [each["item"] for each in found] == [*(f"i-{n}" for n in range(300)), "json", "i-300"]
+
+
+async def test_what_is_no_event_is_kept_as_rejected_and_holds_nobody_up(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    client.xadd(keyspace.inbox, {"user": "u"})
+    client.xadd(keyspace.inbox, {"e": "{"})
+    write(client, keyspace, 1)
+    async with intake(server.url, keyspace, inbox=True) as one:
+        assert await eventually(lambda: is_empty(client, keyspace))
+
+    assert [each["reason"] for each in rejected(client, keyspace)] == [
+        "missing_field",
+        "invalid_json",
+    ]
+    assert one.results["accepted"] == 1 and len(stream_of(client, keyspace)) == 1
+
+
+async def test_two_consumers_share_the_inbox(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with (
+        intake(server.url, keyspace, inbox=True),
+        intake(server.url, keyspace, "two", inbox=True),
+    ):
+        for start in range(0, 500, 50):
+            write(client, keyspace, *range(start, start + 50))
+            await asyncio.sleep(0)
+        assert await eventually(lambda: is_empty(client, keyspace))
+
+    ids = [each["id"] for each in stream_of(client, keyspace)]
+    assert sorted(ids) == sorted(f"e-{n}" for n in range(500))
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+async def test_what_a_killed_consumer_took_counts_once(
+    server: DurableRedis, client: Any, keyspace: Keyspace, *, is_accepted: bool
+) -> None:
+    # Killed right after it had taken entries, or right after the script had accepted them.
+    write(client, keyspace, *range(10))
+    client.xadd(keyspace.inbox, {"user": "u", "item": "unnamed", "time": "1"})
+    client.xgroup_create(keyspace.inbox, GROUP, "0")
+    taken = client.xreadgroup(GROUP, "killed", {keyspace.inbox: ">"})[0][1]
+    assert len(taken) == 11
+    if is_accepted:
+        async with intake(server.url, keyspace) as dead:
+            reader = dead.parts.intake.reader
+            packed = [
+                reader.of_inbox(fields, entry.decode(), 1.8e9, dead.blocklist)
+                for entry, fields in taken
+            ]
+            calls = EventsRedis(server.url, "any")
+            await calls.accept(*call_of(keyspace, StreamBounds(1 << 30, 10**6, 100), packed))
+            await calls.aclose()
+
+    async with intake(server.url, keyspace, inbox=True) as other:
+        assert await eventually(lambda: is_empty(client, keyspace))
+
+    found = stream_of(client, keyspace)
+    assert [each["item"] for each in found] == [*(f"i-{n}" for n in range(10)), "unnamed"]
+    assert other.results["repeated"] == (11 if is_accepted else 0)
+
+
+async def test_an_entry_that_was_deleted_while_a_consumer_had_it_holds_nobody_up(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    write(client, keyspace, 1, 2)
+    client.xgroup_create(keyspace.inbox, GROUP, "0")
+    taken = client.xreadgroup(GROUP, "one", {keyspace.inbox: ">"})[0][1]
+    client.xdel(keyspace.inbox, taken[0][0])
+
+    async with intake(server.url, keyspace, "one", inbox=True):
+        assert await eventually(lambda: is_empty(client, keyspace))
+
+    assert [each["id"] for each in stream_of(client, keyspace)] == ["e-2"]
+
+
+async def test_a_full_stream_leaves_the_inbox_as_it_is(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace, stream_bytes=1 << 20, inbox=True) as one:
+        filler = {"e": b"x" * 1_000}
+        with client.pipeline(transaction=False) as pipeline:
+            for _ in range(1_500):
+                pipeline.xadd(keyspace.events, filler)
+            pipeline.execute()
+        write(client, keyspace, *range(5))
+        await asyncio.sleep(0.2)  # several tries
+        assert client.xlen(keyspace.inbox) == 5 and not one.results["accepted"]
+
+        client.delete(keyspace.events)
+
+        assert await eventually(lambda: is_empty(client, keyspace))
+    assert len(stream_of(client, keyspace)) == 5
+
+
+async def test_an_inbox_that_is_gone_with_its_group_begins_anew(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace, inbox=True):
+        write(client, keyspace, 1)
+        assert await eventually(lambda: is_empty(client, keyspace))
+        client.delete(keyspace.inbox)
+        write(client, keyspace, 2)
+
+        async def came() -> bool:
+            return [each["id"] for each in stream_of(client, keyspace)] == ["e-1", "e-2"]
+
+        assert await eventually(came)
+
+
+async def test_consumers_without_entries_are_forgotten_after_a_while(
+    server: DurableRedis, client: Any, keyspace: Keyspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox_module, "FORGET_AFTER_MS", 200)
+    monkeypatch.setattr(inbox_module, "CLAIM_AFTER_MS", 60_000)
+    write(client, keyspace, 1)
+    client.xgroup_create(keyspace.inbox, GROUP, "0")
+    client.xgroup_createconsumer(keyspace.inbox, GROUP, "idle")
+    client.xreadgroup(GROUP, "holds", {keyspace.inbox: ">"})
+
+    async def names() -> set[bytes]:
+        return {each["name"] for each in client.xinfo_consumers(keyspace.inbox, GROUP)}
+
+    async def forgotten() -> bool:
+        return b"idle" not in await names()
+
+    async with intake(server.url, keyspace, inbox=True):
+        assert await eventually(forgotten)
+        # What another one still has would be lost with it.
+        assert b"holds" in await names()

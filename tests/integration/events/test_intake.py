@@ -1,0 +1,205 @@
+"""Events into a real Redis: once each, within bounds, and only where it keeps them as demanded."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.events.position import Position
+from cache.format.redis_keys import Keyspace
+from cache.store.blocklist import Blocklist
+from serving.requests.errors import Problem
+from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of
+from tests.integration.events.intakes import event, intake, rejected
+from tests.integration.serving_app import eventually
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableRedis]:
+    with durable_redis(tmp_path_factory.mktemp("durable")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: DurableRedis) -> Iterator[Any]:
+    with server.client() as connection:
+        yield connection
+
+
+async def test_events_are_accepted_once_in_their_order(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace, durability="always") as one:
+        first = await one.take(*(event(number) for number in range(600)))
+        again = await one.take(event(5), event(600), event(600))
+
+    assert (first["accepted"], first["repeated"], first["rejected"]) == (600, 0, [])
+    assert first["durability"] == "always"
+    assert (again["accepted"], again["repeated"]) == (1, 2)
+    assert [each["id"] for each in stream_of(client, keyspace)] == [f"e-{n}" for n in range(601)]
+    newest = Position.parse(client.xrevrange(keyspace.events, count=1)[0][0])
+    assert Position.parse(again["position"]) == newest > Position.parse(first["position"])
+    assert (one.results["accepted"], one.results["repeated"]) == (601, 2)
+
+
+async def test_what_is_rejected_is_told_beside_the_others_counted_and_kept(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace, of_one=2) as one:
+        one.blocklist = Blocklist(users=frozenset([b"gone"]))
+        told = await one.take(
+            event(0), {"id": "x"}, event(1, "gone"), event(2), event(3), event(4, "other")
+        )
+
+    reasons = [(each["index"], each["reason"]) for each in told["rejected"]]
+    assert reasons == [(1, "missing_field"), (2, "erased"), (4, "too_many")]
+    assert told["accepted"] == 3
+    kept = rejected(client, keyspace)
+    assert sorted(each["reason"] for each in kept) == ["erased", "missing_field", "too_many"]
+    # Who was erased is not to be found there.
+    assert not any("gone" in text for each in kept for text in each.values())
+    assert {each["event"] for each in kept if each["reason"] == "missing_field"} == {'{"id":"x"}'}
+    assert one.results["too_many"] == one.results["erased"] == 1
+
+
+async def test_a_flood_by_one_user_costs_others_nothing(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace, of_one=20) as one:
+        flood = [
+            await one.take(*(event(100 * call + n, "loud") for n in range(100)))
+            for call in range(5)
+        ]
+        other = await one.take(*(event(n, "quiet") for n in range(20)))
+
+    assert [each["accepted"] for each in flood] == [20, 0, 0, 0, 0]
+    assert other["accepted"] == 20
+    users = [each["user"] for each in stream_of(client, keyspace)]
+    assert (users.count("loud"), users.count("quiet")) == (20, 20)
+
+
+async def test_a_full_stream_takes_nothing_until_it_is_trimmed(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace, stream_bytes=1 << 20, of_one=10**6, batch=10**6) as one:
+        sent = 0
+
+        async def fill() -> None:
+            nonlocal sent
+            while sent < 100_000:
+                await one.take(*(event(sent + n, f"u-{n}", type="x" * 60) for n in range(500)))
+                sent += 500
+
+        with pytest.raises(Problem) as caught:
+            await fill()
+        assert (caught.value.status, caught.value.reason) == (429, "events_full")
+        assert caught.value.details["retry_after_seconds"]
+        length = client.xlen(keyspace.events)
+        assert sent <= length < sent + 500
+        assert client.memory_usage(keyspace.events) < (1 << 20) + (256 << 10)
+
+        client.xtrim(keyspace.events, maxlen=10, approximate=False)
+
+        again = [event(sent + n, f"u-{n}", type="x" * 60) for n in range(500)]
+        told = await one.take(*again)
+        # What went in before the stream was full counts once.
+        assert told["accepted"] + told["repeated"] == 500 and told["repeated"] == length - sent
+
+
+async def test_a_redis_at_its_maxmemory_is_full(tmp_path: Path, keyspace: Keyspace) -> None:
+    with durable_redis(tmp_path, maxmemory="100mb") as small, small.client() as client:
+        async with intake(small.url, keyspace) as one:
+            await one.take(event(0))
+            client.config_set("maxmemory", "1")
+            with pytest.raises(Problem) as caught:
+                await one.take(event(1))
+            client.config_set("maxmemory", "100mb")
+            told = await one.take(event(0), event(1))
+
+    assert caught.value.reason == "events_full"
+    assert (told["accepted"], told["repeated"]) == (1, 1)
+
+
+async def test_less_durability_than_demanded_accepts_nothing_until_it_is_mended(
+    tmp_path: Path, keyspace: Keyspace
+) -> None:
+    with durable_redis(tmp_path, "everysec") as server, server.client() as client:
+        async with intake(server.url, keyspace, durability="always") as strict:
+            with pytest.raises(Problem) as caught:
+                await strict.take(event(0))
+            assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
+            assert "'everysec'" in caught.value.message
+            assert client.xlen(keyspace.events) == 0
+            async with intake(server.url, keyspace, durability="everysec") as patient:
+                assert (await patient.take(event(0)))["durability"] == "everysec"
+
+            client.config_set("appendfsync", "always")
+
+            assert (await strict.take(event(1)))["durability"] == "always"
+
+
+async def test_another_server_behind_the_same_address_is_looked_at_anew(
+    tmp_path: Path, keyspace: Keyspace
+) -> None:
+    with durable_redis(tmp_path) as server:
+        async with intake(server.url, keyspace, durability="always") as strict:
+            assert (await strict.take(event(0)))["accepted"] == 1
+            server.stop()
+            server._settings["appendonly"] = "no"
+            server.start()
+
+            async def refused() -> bool:
+                with pytest.raises(Problem) as caught:
+                    await strict.take(event(1))
+                return "'none'" in caught.value.message
+
+            assert await eventually(
+                refused
+            )  # the first one may only notice that a connection broke
+            with server.client() as client:
+                assert client.xlen(keyspace.events) == 0
+
+
+async def test_an_outage_is_told_and_over_when_redis_is_back(
+    tmp_path: Path, keyspace: Keyspace
+) -> None:
+    with durable_redis(tmp_path) as server:
+        async with intake(server.url, keyspace) as one:
+            await one.take(event(0))
+            server.kill()
+            with pytest.raises(Problem) as caught:
+                await one.take(event(1))
+            assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
+            await one.parts.intake.counts.look()
+            server.start()
+
+            told = await one.take(event(0), event(1))
+
+            assert (told["accepted"], told["repeated"]) == (1, 1)
+
+
+async def test_the_script_comes_back_by_itself(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace) as one:
+        await one.take(event(0))
+        client.script_flush()
+
+        assert (await one.take(event(1)))["accepted"] == 1
+
+
+async def test_requests_at_once_of_many_callers_count_each_event_once(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace) as one, intake(server.url, keyspace, "two") as two:
+        told = await asyncio.gather(
+            *(each.take(event(n), event(n + 1)) for n in range(50) for each in (one, two))
+        )
+
+    assert sum(each["accepted"] for each in told) == 51
+    assert sum(each["repeated"] for each in told) == 200 - 51
+    assert sorted(each["id"] for each in stream_of(client, keyspace)) == sorted(
+        f"e-{n}" for n in range(51)
+    )

@@ -1,0 +1,175 @@
+"""Requests' events on their way into one call: together, in order, each caller for itself."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cache.events.accept import PackedEvent, StreamBounds
+from cache.format.redis_keys import Keyspace
+from serving.events import acceptor as acceptor_module
+from serving.events.acceptor import PIECE, Acceptor, EventsBusy
+from serving.events.connection import EventsFull, EventsUnavailable
+
+BOUNDS = StreamBounds(1 << 20, 1_000, 10)
+
+
+class FakeEventsRedis:
+    """Accepts whatever comes, one position each, when the gate is open; fails as it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[bytes]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.fails_with: Exception | None = None
+        self._number = 0
+
+    async def accept(self, keys: Sequence[bytes], arguments: Sequence[Any]) -> list[bytes]:
+        bodies = list(arguments[3:])
+        assert len(keys) == 1 + 2 * len(bodies)
+        self.calls.append(bodies)
+        await self.gate.wait()
+        if self.fails_with is not None:
+            raise self.fails_with
+        found = []
+        for body in bodies:
+            self._number += 1
+            found.append(b"repeated" if body == b"again" else b"1-%d" % self._number)
+        return found
+
+
+def made(redis: FakeEventsRedis) -> Acceptor:
+    return Acceptor(redis, Keyspace("test"), BOUNDS)  # type: ignore[arg-type]
+
+
+def events(*bodies: bytes) -> list[PackedEvent]:
+    return [PackedEvent(b"id", b"source", body) for body in bodies]
+
+
+async def test_requests_of_one_turn_travel_in_one_call_and_each_gets_its_own_outcomes() -> None:
+    redis = FakeEventsRedis()
+    acceptor = made(redis)
+
+    one, two, none = await asyncio.gather(
+        acceptor.accept(events(b"a", b"again")), acceptor.accept(events(b"c")), acceptor.accept([])
+    )
+
+    assert redis.calls == [[b"a", b"again", b"c"]]
+    assert [each.reason for each in one] == [None, "repeated"] and none == []
+    assert str(two[0].position) == "1-3"
+
+
+async def test_what_comes_during_a_call_goes_with_the_next_one() -> None:
+    redis = FakeEventsRedis()
+    redis.gate.clear()
+    acceptor = made(redis)
+    first = asyncio.create_task(acceptor.accept(events(b"a")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(acceptor.accept(events(each))) for each in (b"b", b"c")]
+    await asyncio.sleep(0)
+    assert redis.calls == [[b"a"]]
+
+    redis.gate.set()
+    await asyncio.gather(first, *others)
+
+    assert redis.calls == [[b"a"], [b"b", b"c"]]
+
+
+async def test_a_large_request_goes_in_pieces_and_keeps_its_order() -> None:
+    redis = FakeEventsRedis()
+    bodies = [b"%d" % number for number in range(2 * PIECE + 7)]
+
+    told = await made(redis).accept(events(*bodies))
+
+    assert [len(each) for each in redis.calls] == [PIECE, PIECE, 7]
+    assert [body for call in redis.calls for body in call] == bodies
+    positions = [each.position for each in told if each.position]
+    assert positions == sorted(positions) and len(positions) == len(bodies)
+
+
+async def test_an_outage_ends_all_that_wait_and_the_next_one_is_tried_anew() -> None:
+    redis = FakeEventsRedis()
+    redis.gate.clear()
+    redis.fails_with = EventsUnavailable("gone")
+    acceptor = made(redis)
+    large = [b"x"] * PIECE
+    tasks = [asyncio.create_task(acceptor.accept(events(*large))) for _ in range(5)]
+    await asyncio.sleep(0)
+    redis.gate.set()
+
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(each) for each in found] == [EventsUnavailable] * 5 and len(redis.calls) == 1
+    redis.fails_with = None
+    assert len(await acceptor.accept(events(b"a"))) == 1
+
+
+async def test_a_full_stream_refuses_the_call_and_others_are_tried_for_themselves() -> None:
+    redis = FakeEventsRedis()
+    redis.fails_with = EventsFull("full")
+    acceptor = made(redis)
+
+    found = await asyncio.gather(
+        *(acceptor.accept(events(*[b"x"] * PIECE)) for _ in range(2)), return_exceptions=True
+    )
+
+    assert [type(each) for each in found] == [EventsFull] * 2 and len(redis.calls) == 2
+
+
+async def test_a_cancelled_caller_cancels_nobody_else() -> None:
+    redis = FakeEventsRedis()
+    redis.gate.clear()
+    acceptor = made(redis)
+    leaver = asyncio.create_task(acceptor.accept(events(b"a")))
+    stayer = asyncio.create_task(acceptor.accept(events(b"b")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    late = asyncio.create_task(acceptor.accept(events(b"c")))
+    await asyncio.sleep(0)
+
+    leaver.cancel()
+    late.cancel()
+    await asyncio.sleep(0)
+    redis.gate.set()
+
+    assert len(await stayer) == 1
+    assert redis.calls == [[b"a", b"b"]]  # who left before the call was made is not sent
+    await acceptor.aclose()
+
+
+async def test_events_beyond_the_bound_are_refused_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor_module, "WAITING_BYTES_MAX", 10)
+    redis = FakeEventsRedis()
+    redis.gate.clear()
+    acceptor = made(redis)
+    first = asyncio.create_task(acceptor.accept(events(b"x" * 8)))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(acceptor.accept(events(b"x" * 8)))
+    await asyncio.sleep(0)
+
+    with pytest.raises(EventsBusy):
+        await acceptor.accept(events(b"x" * 8))
+
+    redis.gate.set()
+    await asyncio.gather(first, second)
+    await acceptor.accept(events(b"x" * 8))
+
+
+async def test_a_service_that_stops_refuses_what_waits() -> None:
+    redis = FakeEventsRedis()
+    redis.gate.clear()
+    acceptor = made(redis)
+    under_way = asyncio.create_task(acceptor.accept(events(b"a")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(acceptor.accept(events(b"b")))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(redis.gate.set)
+
+    await acceptor.aclose()
+
+    assert len(await under_way) == 1
+    with pytest.raises(EventsUnavailable, match="stops"):
+        await waiting

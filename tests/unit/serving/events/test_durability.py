@@ -1,0 +1,68 @@
+"""What a Redis promises of its events, and what is made of it when it does not tell."""
+
+from typing import Any
+
+import pytest
+from redis.exceptions import NoPermissionError, ResponseError
+
+from cache.config.events import Durability
+from serving.events.durability import FoundDurability, durability_of
+
+
+def server(
+    config: list[bytes] | None = None, info: bytes | None = None, *, has_waitaof: bool = False
+) -> Any:
+    """A server's replies; None: this user may not ask."""
+
+    async def ask(*words: str) -> Any:
+        found: Any = {"CONFIG": config, "INFO": info}.get(words[0])
+        if words[0] == "WAITAOF" and has_waitaof:
+            return [0, 0]
+        if words[0] == "WAITAOF":
+            raise ResponseError("unknown command 'WAITAOF'")
+        if found is None:
+            raise NoPermissionError("no permissions")
+        return found
+
+    return ask
+
+
+def said(appendonly: bytes, fsync: bytes) -> list[bytes]:
+    return [b"appendfsync", fsync, b"appendonly", appendonly, b"appendfilename", b"x"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "demanded", "expected"),
+    [
+        (server(said(b"yes", b"always")), "any", FoundDurability("always")),
+        (server(said(b"yes", b"everysec")), "always", FoundDurability("everysec")),
+        (server(said(b"yes", b"no")), "any", FoundDurability("none")),
+        (server(said(b"no", b"always")), "any", FoundDurability("none")),
+        (server(None, b"# Persistence\r\naof_enabled:0\r\n"), "any", FoundDurability("none")),
+        (server(None, b"aof_enabled:1\r\n"), "everysec", FoundDurability("unknown")),
+        (server(None, b"aof_enabled:1\r\n", has_waitaof=True), "any", FoundDurability("unknown")),
+        (server(None, b"aof_enabled:1\r\n", has_waitaof=True), "always", FoundDurability("always", waits=True)),
+        (server(), "any", FoundDurability("unknown")),
+        (server([], None), "any", FoundDurability("unknown")),
+    ],
+)  # fmt: skip
+async def test_settings_first_then_what_the_log_says(
+    ask: Any, demanded: Durability, expected: FoundDurability
+) -> None:
+    assert await durability_of(ask, demanded) == expected
+
+
+@pytest.mark.parametrize(
+    ("kept", "demands"),
+    [
+        ("always", {"any", "everysec", "always"}),
+        ("everysec", {"any", "everysec"}),
+        ("none", {"any"}),
+        ("unknown", {"any"}),
+    ],
+)
+def test_less_than_is_demanded_does_not_suffice(kept: Any, demands: set[str]) -> None:
+    found = FoundDurability(kept)
+
+    for demanded in ("any", "everysec", "always"):
+        assert found.suffices(demanded) == (demanded in demands)
