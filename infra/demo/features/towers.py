@@ -20,7 +20,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_swap import put_in_place
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.bundles.graphs import IR_VERSION, OPSET
-from precompute.bundles.index import unit
+from cache.model.ranking import unit
 from precompute.bundles.onnx_model import OnnxModel, read_model
 
 RIDGE = 1.0
