@@ -42,7 +42,8 @@ def test_the_second_of_two_hourly_nights_copies_and_reads_only_the_hour_between(
     month.night = 1
     users, items = month.ids("user")[:6], month.ids("item")[:6]
     month.clicks(users, items, at=[FIRST + timedelta(minutes=5 + each) for each in range(6)])
-    clicked = Event("e", 1, month.ids("user")[6].encode(), items[0].encode())
+    at_us = int((FIRST + timedelta(minutes=30)).timestamp()) * 1_000_000
+    clicked = Event("e", at_us, month.ids("user")[6].encode(), items[0].encode())
     with redis.Redis.from_url(own_redis.url) as client:
         until = client.xadd(config.keyspace().events, {"e": clicked.to_bytes()}).decode()
     second, two = night_after(FIRST)
