@@ -26,7 +26,9 @@ once that is over. Readers still have the last generation either way.
 A failed task is tried five times more, with growing pauses (10 s, doubled, up to 10 min), unless the same
 inputs would fail again; how often, and how long one try may take, is in the section [dag] of
 LARDER_CONFIG. `load` and `verify` go on where the last try was cut off.
-Any task may be cleared and run again: a generation's id comes from its inputs, so tasks find their own work.
+Any task may be cleared and run again: a generation's id comes from its inputs, so tasks find their own work. Where
+`[events]` is enabled, a task `take_events` stands before `begin` and says up to which event the night reads:
+cleared, it may find more of them, and `begin` another generation.
 `begin` and `load` remove older generations that were never published; `larder pin` keeps one.
 
 To undo a publish: the DAG `roll_back`.
@@ -51,6 +53,7 @@ from airflow.sdk import (
     task,
 )
 
+from cache.config.events import EventsConfig
 from cache.config.tasks import DagConfig
 from cache.config.timetable import Timetable
 from cache.control.night_steps import STAGES
@@ -58,6 +61,7 @@ from cache.errors import BundleError, ConfigError, Refused, SourceError
 
 NIGHTS = Timetable.configured(os.environ).nights()
 TRIES = DagConfig.configured(os.environ)
+EVENTS = EventsConfig.configured(os.environ)
 SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
 
 Build = dict[str, Any]  # {"generation", "url", "shards", "already_live"}: ids and addresses only
@@ -95,8 +99,13 @@ def run_step(name: str, *given: Any, **more: Any) -> dict[str, Any]:
     tags=["larder"],
 )
 def nightly_precompute() -> None:
+    @task(multiple_outputs=False)
+    def take_events() -> dict[str, Any]:
+        """Write the stream's new events into the store; a retry of `begin` reads up to the same one."""
+        return run_step("take_events")
+
     @task.short_circuit(multiple_outputs=False)
-    def begin() -> Build:
+    def begin(taken: dict[str, Any]) -> Build:
         """Name the generation and partition the sources; falsy, so the rest is skipped, if live."""
         context = get_current_context()
         # Asset-triggered runs have no logical date; `run_after` stands still across retries.
@@ -104,6 +113,7 @@ def nightly_precompute() -> None:
             "begin",
             data_until=context["params"]["data_until"],
             run_after=context["dag_run"].run_after.isoformat(),
+            events_until=taken.get("events_until"),
         )
         return {} if build["already_live"] else build
 
@@ -173,7 +183,7 @@ def nightly_precompute() -> None:
         """Remove what nobody may need again."""
         return run_step("retire", attempt=get_current_context()["run_id"])
 
-    build = begin()
+    build = begin(take_events() if EVENTS.enabled else {})
     verified = verify(build)
     tasks = {
         "begin": build,

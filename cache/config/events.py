@@ -1,5 +1,6 @@
 """Settings of fresh events: the section `[events]`, which night and service share."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -36,3 +37,11 @@ class EventsConfig:
     exact_bytes: Annotated[int, Field(ge=0)] = 256 << 20
     """Bytes of item vectors up to which answers with events are searched exactly; of a larger catalogue the index
     answers, and they are marked `approximate`. Each worker needs as much again, and a quarter."""
+
+    @classmethod
+    def configured(cls, environ: Mapping[str, str]) -> "EventsConfig":
+        """The section [events] of the file that LARDER_CONFIG names."""
+        from cache.config.reading import ConfigFile, read
+
+        file = ConfigFile.named(environ)
+        return read(cls, file.section("events"), file, environ, table="events")

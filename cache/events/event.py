@@ -12,6 +12,8 @@ from cache.format.ids import FeatureValue, canonical_id
 FIELD: Final = b"e"
 """Field of a stream entry that holds the event."""
 
+_TIME_MAX: Final = 1 << 63
+
 EventKind = Literal["interaction", "user", "item"]
 
 
@@ -86,6 +88,14 @@ class Event:
             )
             if found.user is None and found.item is None:
                 raise ValueError("it is of no user and no item")
+            if not (
+                isinstance(found.id, str)
+                and isinstance(found.at_us, int)
+                and -_TIME_MAX <= found.at_us < _TIME_MAX
+                and isinstance(found.weight, int | float)
+                and isinstance(found.type, str | None)
+            ):
+                raise ValueError("its id and type are texts, its time and weight numbers")
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptArtefact(f"not an event: {error}") from error
         return found

@@ -52,15 +52,18 @@ def as_unavailable() -> Iterator[None]:
 
 
 @contextmanager
-def translated(place: str = "") -> Iterator[None]:
-    """Raises an error of Redis with its remedy, for the operator; `place` is the URL to name, without a password."""
+def translated(place: str = "", variable: str = "REDIS_URL") -> Iterator[None]:
+    """Raises an error of Redis with its remedy, for the operator; `place` is the URL to name, without a password.
+
+    `variable` is the one of the environment that the URL stands in.
+    """
     try:
         yield
     except (exceptions.RedisError, exceptions.RedisClusterException) as error:
-        raise _with_remedy(error, f"REDIS_URL {place}" if place else "REDIS_URL") from error
+        raise _with_remedy(error, f"{variable} {place}" if place else variable, variable) from error
 
 
-def _with_remedy(error: Exception, where: str) -> LarderError:
+def _with_remedy(error: Exception, where: str, variable: str) -> LarderError:
     match error:
         case exceptions.OutOfMemoryError():
             return Refused(
@@ -69,10 +72,10 @@ def _with_remedy(error: Exception, where: str) -> LarderError:
                 rule="redis_memory",
             )
         case exceptions.ReadOnlyError():
-            said = "Redis is a read-only replica; point REDIS_URL at the primary"
+            said = f"Redis is a read-only replica; point {variable} at the primary"
         case exceptions.NoPermissionError() | exceptions.AuthenticationError():
             return ConfigError(
-                f"Redis refused the user of REDIS_URL: {error}; it needs the loader's ACL"
+                f"Redis refused the user of {variable}: {error}; it needs the loader's ACL"
             )
         case exceptions.BusyLoadingError():
             said = f"Redis is still loading its data: {error}; wait for it, then run the step again"
@@ -82,14 +85,17 @@ def _with_remedy(error: Exception, where: str) -> LarderError:
                 reason="timeout",
             )
         case exceptions.ConnectionError():
-            said = f"Redis cannot be reached ({where}): {error}; start it or correct REDIS_URL, then run the step again"
+            said = (
+                f"Redis cannot be reached ({where}): {error}; start it or correct {variable}, then run the "
+                "step again"
+            )
         case exceptions.AskError():
             return ConfigError(
                 f"{where} is a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)"
             )
         case exceptions.RedisClusterException():
             said = (
-                f"the Redis Cluster cannot be used ({where}): {error}; start its nodes or correct REDIS_URL, then run "
+                f"the Redis Cluster cannot be used ({where}): {error}; start its nodes or correct {variable}, then run "
                 "the step again"
             )
         case _:

@@ -19,9 +19,7 @@ from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.partitions import catalogue
 from precompute.partitions.shard_files import kinds_of
-
-CUT_FORMAT = "%Y%m%dT%H%M%SZ"
-"""Format of a generation id's beginning: its cut, in UTC, so older data sorts first."""
+from precompute.releases.cuts import CUT_FORMAT
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -1,17 +1,19 @@
 """Inputs of a build that must not change under it: its sources while they are read, its bundle once it was tried."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from cache.errors import Refused, SourceError, StoreError
 from cache.store.artefacts import take_file
 from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle
-from precompute.sources.files import all_files, pin
+from precompute.sources.files import SourceFile, all_files, pin
 
 
 @contextmanager
-def unchanged_sources(build: Build, digest: str) -> Iterator[None]:
+def unchanged_sources(
+    build: Build, digest: str, events: Sequence[SourceFile] = ()
+) -> Iterator[None]:
     """Raises StoreError if the sources became others meanwhile, whatever their reader made of it."""
     broken: SourceError | Refused | None = None
     try:
@@ -19,7 +21,7 @@ def unchanged_sources(build: Build, digest: str) -> Iterator[None]:
     except (SourceError, Refused) as error:  # what is being written over reads like damage
         broken = error
     try:
-        is_same = pin(all_files(build.config))[0] == digest
+        is_same = pin(all_files(build.config, events))[0] == digest
     except (SourceError, OSError):
         is_same = False
     if not is_same:

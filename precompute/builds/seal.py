@@ -10,12 +10,14 @@ from cache.format.manifest import (
     FACET,
     MANIFEST_FORMAT,
     WITH_ATTRIBUTES,
+    WITH_EVENTS,
     WITH_FILTERS,
     WITH_WEIGHTS,
     Artefact,
     Attribute,
     DirectoryPart,
     EntitySet,
+    EventsRead,
     Index,
     ItemFiles,
     Manifest,
@@ -60,6 +62,7 @@ WRITERS = {
     WITH_WEIGHTS: "a night of a model with weights beside its file writes",
     WITH_ATTRIBUTES: "a night of items with attributes writes",
     WITH_FILTERS: "a night of declared filters or facets writes",
+    WITH_EVENTS: "a night of fresh events writes",
 }
 """Version of a manifest above the first -> words for who writes it."""
 
@@ -147,6 +150,7 @@ def seal(made: Build) -> Manifest:
             for report in reports if report["users"].get("seen")
         ),
         filters=_filters(config, bundle, reports),
+        events=EventsRead(begun["events"]["until"], config.history_limit) if begun.get("events") else None,
         format=manifest_format(config, bundle),
     )  # fmt: skip
     made.store.write(path, manifest.to_bytes())
@@ -155,6 +159,8 @@ def seal(made: Build) -> Manifest:
 
 def manifest_format(config: NightConfig, bundle: Bundle) -> int:
     """Version of the manifest that a night writes: the oldest that says what it has to."""
+    if config.events.enabled:
+        return WITH_EVENTS
     if config.filters or config.facets:
         return WITH_FILTERS
     if config.sources.item_attributes:

@@ -73,6 +73,16 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
         command.add_argument("--attempt", help="name of this attempt; a repeat is recognised by it")
         if name == "train":
             command.set_defaults(redis="none")
+        if name == "begin":
+            command.add_argument(
+                "--events-until", metavar="POSITION",
+                help="last event to read, as `take-events` tells it (default: all that were taken over)",
+            )  # fmt: skip
+    add(
+        "take-events",
+        step_commands.take_events,
+        "write the stream's new events into the store, for `begin` to read",
+    )
     command = add(
         "hand-over",
         run_by.hand_over_bundle,

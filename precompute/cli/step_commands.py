@@ -18,6 +18,7 @@ from precompute.steps import assemble, embed_items
 from precompute.steps import begin as begin_step
 from precompute.steps import quantize as quantize_step
 from precompute.steps import score as score_step
+from precompute.steps import take_events as take_events_step
 from precompute.steps import warm as warm_step
 
 INSIDE_SCORE = ("embed_items", "assemble")
@@ -54,8 +55,16 @@ def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     """A generation named, its inputs pinned."""
     return begin_step.run(
         config, data_until=arguments.data_until, run_after=None,
-        named=standing_name(config, arguments.data_until), progress=progress,
+        named=standing_name(config, arguments.data_until), events_until=arguments.events_until,
+        progress=progress,
     )  # fmt: skip
+
+
+def take_events(
+    config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
+) -> dict[str, Any]:
+    """The stream's new events, as files in the store."""
+    return take_events_step.run(config)
 
 
 def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The connection of a step to Redis, whose errors say what to do."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from urllib.parse import urlsplit
 
 import redis
@@ -9,17 +9,20 @@ import redis
 from cache.errors import ConfigError
 from cache.l2.errors import translated
 from cache.l2.sync_clients import open_client
+from precompute.config.settings import NightConfig
 
 
 @contextmanager
-def connect(url: str | None, timeout_s: float) -> Iterator["redis.Redis"]:
-    """A synchronous client; its errors become TierUnavailable or Refused with a remedy."""
+def connect(
+    url: str | None, timeout_s: float, variable: str = "REDIS_URL"
+) -> Iterator["redis.Redis"]:
+    """A synchronous client; its errors become TierUnavailable or Refused with a remedy that names the variable."""
     if not url:
         raise ConfigError(
-            "no Redis is configured: set REDIS_URL, or run through a command that starts one"
+            f"no Redis is configured: set {variable}, or run through a command that starts one"
         )
     try:
-        with translated(_place(url)):
+        with translated(_place(url), variable):
             client = open_client(
                 url,
                 protocol=3,
@@ -27,12 +30,18 @@ def connect(url: str | None, timeout_s: float) -> Iterator["redis.Redis"]:
                 socket_connect_timeout=min(timeout_s, 5.0),
             )
     except ValueError as error:
-        raise ConfigError(f"REDIS_URL cannot be used: {error}") from error
+        raise ConfigError(f"{variable} cannot be used: {error}") from error
     try:
-        with translated(_place(url)):
+        with translated(_place(url), variable):
             yield client
     finally:
         client.close()
+
+
+def connect_events(config: NightConfig) -> AbstractContextManager["redis.Redis"]:
+    """A client of the Redis that events lie in."""
+    variable = "LARDER_EVENTS_URL" if config.events_url else "REDIS_URL"
+    return connect(config.events_redis, config.redis_timeout_s, variable)
 
 
 def _place(url: str) -> str:

@@ -29,6 +29,7 @@ from precompute.erasures.erasure import (
     request,
 )
 from precompute.erasures.host_records import EntityHolder
+from precompute.events.forgetting import forget_events
 from precompute.experiments.exposures import forget_keys
 from precompute.releases.release_log import ReleaseLog, ReleaseView
 
@@ -171,6 +172,7 @@ def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
     drop_overlays(config, store, control, pending)
     drop_hot(config, store, control, pending)
     forget_keys(store, [each.raw for each in pending if each.kind == "user"])
+    forget_events(config, pending)
     # Rows before files: a night notes itself before it looks for erasures, and writes files after.
     held = holders(store, pending, control.rows())
     erasures = [

@@ -17,7 +17,7 @@ from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import write_atomically
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
-from precompute.partitions.partition import sort_unique
+from precompute.partitions.grouping import sort_unique
 from precompute.partitions.shard_files import first_hash
 from precompute.partitions.shard_input import Hasher
 from precompute.sources.columns import as_rows, raws_of, text_hashes

@@ -26,8 +26,22 @@ UNKNOWN_SEED = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class InteractionCounts:
+    """Counts of interactions: all before the cut, those with unknown items, those of each item; and those after it.
+
+    `unknown` are the hashes of the unknown items' ids, sorted.
+    """
+
+    interactions: int
+    unknown_items: int
+    popularity: NDArray[np.int64]
+    unknown: NDArray[np.uint64]
+    late: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Earlier:
-    """Partition of an earlier night, made of the first `files` source files of interactions.
+    """Partition of an earlier night, made of the first `files` of the team's interactions and `event_files` of events.
 
     `places` int64 [its items] are their ordinals now, -1 for one that is gone, None where all stayed; `gone` are hashes
     of the ids of those. The counts, and `unusable` by source, are of its rows.
@@ -43,6 +57,7 @@ class Earlier:
     interactions: int
     unknown_items: int
     unusable: Mapping[str, Any]
+    event_files: int = 0
 
     def rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
         """Batches of a shard's rows as this night numbers the items, with the users who lost one."""
@@ -55,7 +70,7 @@ class Earlier:
             known = ordinals >= 0
             now = np.where(known, self.places[np.where(known, ordinals, 0)], -1).astype(np.int32)
             lost = np.asarray(batch.column(HASH))[known & (now < 0)]
-            columns = [batch.column(HASH), pa.array(now), batch.column("time")]
+            columns = [batch.column(HASH), pa.array(now), *batch.columns[2:]]
             yield pa.record_batch(columns, schema=batch.schema), np.unique(lost)
 
     def batches(self, shard: int, kind: str) -> Iterator[Any]:

@@ -47,9 +47,24 @@ def _nameless() -> CorruptArtefact:
     )
 
 
-def by_time(users: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Order that `np.lexsort((times, users))` gives: the users are numbered, for which numpy has a radix sort."""
-    order = np.argsort(times, kind="stable")
+def sort_unique(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
+    """The order that sorts the hashes of distinct ids, or None when two of them share one (take the next seed)."""
+    order = np.argsort(hashes, kind="stable")
+    placed = hashes[order]
+    return None if (placed[1:] == placed[:-1]).any() else order
+
+
+def by_time(
+    users: NDArray[np.int64], times: NDArray[np.int64], positions: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Order that `np.lexsort((times, users))` gives: the users are numbered, for which numpy has a radix sort.
+
+    Rows of one time are in the order of their positions, where they have any: the team's first, whatever came later.
+    """
+    if positions is None or not positions.any():
+        order = np.argsort(times, kind="stable")
+    else:
+        order = np.lexsort((positions, times))
     placed = users[order]
     for shift in range(0, int(users.max(initial=0)).bit_length(), 16):
         digits = (placed >> shift).astype(np.uint16)

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
 from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased
-from precompute.partitions.earlier import UNKNOWN_SEED, Earlier
+from precompute.events.reading import read_events
+from precompute.partitions.earlier import UNKNOWN_SEED, Earlier, InteractionCounts
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.shard_files import (
     HASH,
+    POSITION,
     TOUCHED,
     ShardFiles,
     allow_files,
@@ -46,7 +49,7 @@ from precompute.partitions.stages import Stages
 from precompute.partitions.user_vectors import VECTOR_ROWS, write_vectors
 from precompute.sources.columns import Ids, text_hashes
 from precompute.sources.features import read_values
-from precompute.sources.files import feature_file
+from precompute.sources.files import SourceFile, feature_file
 from precompute.sources.readers import (
     Interactions,
     feature_schema,
@@ -65,28 +68,8 @@ FILES_AT_ONCE = 2
 
 _IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
 _ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
+_PLACED_ROWS = _ROWS.append(pa.field(POSITION, pa.int64()))
 _TOUCHED = pa.schema([(HASH, pa.uint64())])
-
-
-def sort_unique(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
-    """The order that sorts the hashes of distinct ids, or None when two of them share one (take the next seed)."""
-    order = np.argsort(hashes, kind="stable")
-    placed = hashes[order]
-    return None if (placed[1:] == placed[:-1]).any() else order
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InteractionCounts:
-    """Counts of interactions: all before the cut, those with unknown items, those of each item; and those after it.
-
-    `unknown` are the hashes of the unknown items' ids, sorted.
-    """
-
-    interactions: int
-    unknown_items: int
-    popularity: NDArray[np.int64]
-    unknown: NDArray[np.uint64]
-    late: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,11 +100,12 @@ def partition(
     hasher: Hasher = hash_ids,
     erased: Erased = NOBODY,
     earlier: Earlier | None = None,
+    events: Sequence[SourceFile] = (),
 ) -> Partitioned:
     """Write each shard's Arrow files (`kinds_in`) into `folder`, trying seeds until no id collides.
 
     The rows of an `earlier` partition are taken over, source files that are not in it are read, and the users of whom
-    more, or less, is known than then are written down (TOUCHED).
+    more, or less, is known than then are written down (TOUCHED). No cut leaves out what files of `events` have.
     Users' vectors, if the night is given any, must have `dims` numbers. What is erased is in none of the files, nor in
     what `late` is told; `restart` is called before the sources are read once more. Values that one of `feature_inputs`
     cannot use are noted. Raises ConfigError where this process may not open a file for each shard, SourceError for an
@@ -134,8 +118,9 @@ def partition(
     while True:
         unusable = Unusable(erased.users | erased.items)
         counted = _write(
-            config, items, folder, before, seed, progress, late, hasher, erased, unusable, earlier
-        )
+            config, items, folder, before, seed, progress, late, hasher, erased, unusable, earlier,
+            events,
+        )  # fmt: skip
         if earlier is None:
             _write_features(config, folder, seed, columns, feature_inputs, hasher, erased, unusable)
             if config.sources.user_vectors:
@@ -190,6 +175,7 @@ def _write(
     erased: Erased,
     unusable: Unusable,
     earlier: Earlier | None,
+    events: Sequence[SourceFile],
 ) -> InteractionCounts:
     popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
     count = without_item = newer = 0
@@ -199,8 +185,9 @@ def _write(
         newer += len(batch.times)
         late(erased.leave_out(batch))
 
+    schema = _PLACED_ROWS if config.events.enabled else _ROWS
     with (
-        _files(folder, "rows", config.shards, _ROWS) as rows,
+        _files(folder, "rows", config.shards, schema) as rows,
         _files(folder, "ids", config.shards, _IDS) as ids,
         ExitStack() as others,
         Stages() as stages,
@@ -220,19 +207,24 @@ def _write(
             unusable=unusable,
             skip=0 if earlier is None else earlier.files,
         )
+        more = events[0 if earlier is None else earlier.event_files :]
+        both = chain(read, read_events(more, unusable))
 
         def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
             """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each name of an item."""
             hashes = hashes_of_names(batch.users, seed, hasher)
             return batch, hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
 
-        made = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, read))))
+        made = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, both))))
         for batch, hashes, places in made:
             shards = shard_of(hashes, config.shards).astype(np.uint16)
             codes, ordinals = batch.users.codes, places[batch.items.codes]
             ids.write(pa.table([batch.users.names, hashes], schema=_IDS), shards)
-            columns = [hashes[codes], ordinals, batch.times]
-            rows.write(pa.table(columns, schema=_ROWS), shards[codes])
+            placed_rows = [hashes[codes], ordinals, batch.times]
+            if config.events.enabled:
+                own = np.zeros(len(codes), np.int64)
+                placed_rows.append(own if batch.positions is None else batch.positions)
+            rows.write(pa.table(placed_rows, schema=schema), shards[codes])
             if touched is not None:
                 touched.write(pa.table([hashes], schema=_TOUCHED), shards)
             known = ordinals[ordinals >= 0]

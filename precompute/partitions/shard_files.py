@@ -35,6 +35,9 @@ OPEN_MAX = 1 << 20
 HASH = "xxh3(user)"
 """The column that says whose a row is: the user's hash under the partition's seed."""
 
+POSITION = "position"
+"""The column of rows, where events are taken in, that says which event it was; 0 for a row of the team's own files."""
+
 
 def first_hash(shard: int, shards: int) -> int:
     """First hash of a shard's range of the 64-bit hash."""

@@ -19,6 +19,7 @@ from cache.model.tower import Histories
 from precompute.partitions.grouping import by_time, distinct, first_rows, latest_of_each, places_of
 from precompute.partitions.shard_files import (
     HASH,
+    POSITION,
     USER_VECTORS,
     ShardFiles,
     allow_files,
@@ -72,10 +73,13 @@ class ShardInput:
     history_limit: int = sys.maxsize
     vectors: NDArray[np.float32] | None = None
     """[entities, dims], a row of NaN for who has none; None where the night is given none."""
+    times: NDArray[np.int64] | None = None
+    """Times of the histories' items, when each happened last, in microseconds; None where no events are taken in."""
 
     def take(self, rows: NDArray[np.int64]) -> "ShardInput":
         """Some of the entities, in the order given."""
         histories = Histories(self.indptr, self.ordinals).take(rows)
+        times = None if self.times is None else Histories(self.indptr, self.times).take(rows)
         return ShardInput(
             ids=[self.ids[row] for row in rows.tolist()],
             hashes=self.hashes[rows],
@@ -84,6 +88,7 @@ class ShardInput:
             features={name: each.take(pa.array(rows)) for name, each in self.features.items()},
             history_limit=self.history_limit,
             vectors=None if self.vectors is None else self.vectors[rows],
+            times=None if times is None else times.indices,
         )
 
     @property
@@ -235,7 +240,10 @@ def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:
     ordinals, times = np.asarray(rows.column("ordinal")), np.asarray(rows.column("time"))
     known = ordinals >= 0
     users, ordinals, times = users[known], ordinals[known], times[known]
-    order = by_time(users, times)
+    positions = None
+    if has_events := POSITION in rows.column_names:
+        positions = np.asarray(rows.column(POSITION))[known]
+    order = by_time(users, times, positions)
     users, ordinals = users[order], ordinals[order]
     keep = latest_of_each(users, ordinals)
     users, ordinals = users[keep], ordinals[keep]
@@ -252,4 +260,5 @@ def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:
         },
         history_limit=history_limit,
         vectors=vectors_of(hashes, others[1]) if USER_VECTORS in kinds else None,
+        times=times[order][keep] if has_events else None,
     )

@@ -243,6 +243,8 @@ def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int)
         metrics=len({metric_of(bundle, each) for each in listed}),
         index=config.index,
         defaults_bytes=(root / "defaults.json").stat().st_size,
+        has_seen=bool(config.sources.item_attributes),
+        has_inputs=config.events.enabled,
         interactions=round(users * int(begun["interactions"]) / len(trial.sample.ids)),
         feature_bytes=_bytes_of(
             path

@@ -11,6 +11,8 @@ from precompute.bundles.index import FLAT_BELOW, IndexKind, list_count
 HASH_BYTES = 8
 SUM_BYTES = 8
 NUMBER_BYTES = 4
+TEXT_TIMES = 5
+"""Bytes of a number as text, of those that it has as one."""
 _LINKS = 32
 """Neighbours of the graph index; twice as many at its base."""
 
@@ -82,6 +84,9 @@ class Shape:
     feature_bytes: float = 0.0
     """Bytes of a user's features; `item_feature_bytes` are an item's."""
     item_feature_bytes: float = 0.0
+    has_seen: bool = False
+    """True if items that users had are published, for filters; `has_inputs` if their whole inputs are, for events."""
+    has_inputs: bool = False
     facets: Mapping[str, tuple[int, Layout]] = field(default_factory=dict)
     """Number of values of each facet, and the layout of its lists."""
 
@@ -141,7 +146,19 @@ class Shape:
         models = self.fp32_bytes + int8
         return (
             self.directory_bytes + self.item_bytes + self.index_bytes + models + self.defaults_bytes
-        )
+            + self.input_bytes
+        )  # fmt: skip
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of what is published of users, at most: items count as often as they came, features as texts."""
+        found = 0
+        if self.has_seen or self.has_inputs:
+            found += HASH_BYTES * self.users + NUMBER_BYTES * self.interactions
+        if self.has_inputs:
+            features = round(TEXT_TIMES * self.users * self.feature_bytes)
+            found += HASH_BYTES * (self.users + self.interactions) + features
+        return found
 
     @property
     def disk_bytes(self) -> int:

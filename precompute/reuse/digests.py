@@ -83,11 +83,16 @@ def of_columns(columns: Mapping[str, Any], count: int) -> Digests:
 
 
 def of_users(entities: ShardInput, items: Digests) -> Digests:
-    """Digests [entities] of what a night sees of each: id, the whole history by the items' hashes, features, vector."""
+    """Digests [entities] of what a night sees of each: id, the whole history by the items' hashes, features, vector.
+
+    Where it publishes the times of histories, these too: who is copied has them as whoever is computed.
+    """
     found = of_rows(items[entities.ordinals], entities.indptr) ^ mixed(fingerprints(entities.ids))
     found = mixed(found + of_columns(entities.features, len(found)))
     if entities.vectors is not None:
         bits = np.ascontiguousarray(entities.vectors).view(np.uint32).astype(np.uint64)
         starts = np.arange(len(found) + 1) * bits.shape[1]
         found = mixed(found ^ of_rows(bits.ravel(), starts))
+    if entities.times is not None:
+        found = mixed(found + of_rows(entities.times.view(np.uint64), entities.indptr))
     return found

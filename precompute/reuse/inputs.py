@@ -44,7 +44,7 @@ def partition_files(begun: Mapping[str, Any], shards: int) -> list[str]:
 
 
 def interaction_files(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> int:
-    """Number of the inputs that are interactions: they come first, before the tables."""
+    """Number of the inputs that are interactions, events among them: they come first, before the tables."""
     sources = config.sources
     tables = (
         sources.user_features, sources.item_features, sources.user_vectors, sources.item_vectors,
@@ -75,8 +75,12 @@ def earlier_partition(
     *,
     cut: str | None,
     erased: Erased,
+    events: int = 0,
 ) -> tuple[Earlier | None, str]:
-    """(the base's partition as this night takes it over, "") or (None, why all source files are read)."""
+    """(the base's partition as this night takes it over, "") or (None, why all source files are read).
+
+    `events` is how many of the inputs are files of events; they stand behind the team's own.
+    """
     begun = base.begun
     if list(begun.get("erased", ())) != list(erased.numbers):
         return None, ERASED
@@ -84,9 +88,10 @@ def earlier_partition(
         return None, LATE
     if not _is_later(cut, begun.get("cut")):
         return None, CUT
-    before, files = begun["inputs"], interaction_files(config, begun["inputs"])
-    ours = [each["sha256"] for each in inputs[: interaction_files(config, inputs)]]
-    if [each["sha256"] for each in before[:files]] != ours[:files]:
+    before = begun["inputs"]
+    theirs = _own_and_events(config, before, event_files_of(begun))
+    ours = _own_and_events(config, inputs, events)
+    if any(now[: len(was)] != was for was, now in zip(theirs, ours, strict=True)):
         return None, FILES
     has_table = bool(config.sources.user_features or config.sources.user_vectors)
     if user_tables(config, before) != user_tables(config, inputs) or (
@@ -94,13 +99,27 @@ def earlier_partition(
     ):
         return None, TABLES
     try:
-        return _taken(base, config, items, files)
+        return _taken(base, config, items, *map(len, theirs))
     except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
         return None, DAMAGED
 
 
+def event_files_of(begun: Mapping[str, Any]) -> int:
+    """Number of files of events that a night read, by the report of `begin`."""
+    return int((begun.get("events") or {}).get("files", 0))
+
+
+def _own_and_events(
+    config: NightConfig, inputs: Sequence[Mapping[str, Any]], events: int
+) -> tuple[list[Any], list[Any]]:
+    """Checksums of the team's own interactions among the inputs, and of the files of events behind them."""
+    found = [each["sha256"] for each in inputs[: interaction_files(config, inputs)]]
+    own = len(found) - events
+    return found[:own], found[own:]
+
+
 def _taken(
-    base: Base, config: NightConfig, items: ItemTable, files: int
+    base: Base, config: NightConfig, items: ItemTable, files: int, events: int
 ) -> tuple[Earlier | None, str]:
     begun, before = base.begun, base.items
     for name in partition_files(begun, config.shards):
@@ -116,6 +135,7 @@ def _taken(
         folder=base.build.root / "work/partition",
         seed=begun["user_seed"],
         files=files,
+        event_files=events,
         places=None if stayed else places,
         gone=_hashes(before, places < 0),
         popularity=map_file(base.build.root / POPULARITY, "<i8"),

@@ -34,16 +34,19 @@ def reasons_file(shard: int) -> str:
 class KeptShard:
     """Users of one shard of the base, each with a digest, and the records of those that have any.
 
-    `places` int64 [users] is where each one's records lie, -1 for who has none; `tables` are records by table, and
-    `seen` what users with records had, where filters ask for it.
+    `places` int64 [users] is where each one's records lie, -1 for who has none; `tables` are records by table, `whole`
+    a mask [records] of the users with an answer in every table.
     """
 
     pairs: NDArray[Any]
     places: NDArray[np.int64]
     tables: Mapping[str, NDArray[Any]]
     whole: NDArray[np.bool_]
-    """Mask [records] of the users with an answer in every table."""
     seen: Histories | None
+    """Items that users with records had, where filters or events ask for it."""
+    times: Histories | None = None
+    """Times of these items, where events are taken in; `given` is JSON of what the user tower was given besides."""
+    given: Histories | None = None
 
     @classmethod
     def open(
@@ -58,7 +61,7 @@ class KeptShard:
             pairs = map_file(base.fetch(Artefact(**users["inputs"])), "<u8").view(PAIR)
             directory = map_file(base.fetch(Artefact(**users["directory"])), "<u8")
             records = {name: table_records(base, shard, table) for name, table in tables.items()}
-            seen = _seen(base, users["seen"])
+            published = _published(base, users["seen"])
         except (CorruptArtefact, UnknownGeneration, FileNotFoundError, KeyError, TypeError):
             return None
         at = np.minimum(directory.searchsorted(pairs["hash"]), max(0, len(directory) - 1))
@@ -68,7 +71,7 @@ class KeptShard:
         whole = np.ones(len(directory), np.bool_)
         for each in records.values():
             whole &= each["flags"] != ABSENT
-        return cls(pairs, np.where(has_record, at, -1), records, whole, seen)
+        return cls(pairs, np.where(has_record, at, -1), records, whole, *published)
 
     def between(self, hashes: range) -> slice:
         """Users whose hashes are in a range."""
@@ -97,11 +100,24 @@ def table_records(base: Base, shard: int, table: Table) -> NDArray[Any]:
     return np.asarray(np.memmap(path, table.layout.dtype, "r", shape=(part.count,)))
 
 
-def _seen(base: Base, files: list[dict[str, Any]]) -> Histories | None:
-    if not files:
-        return None
-    ends, items = (
+def _published(
+    base: Base, files: list[dict[str, Any]]
+) -> tuple[Histories | None, Histories | None, Histories | None]:
+    """(items, times, features) of the users with records, None for what the base did not publish."""
+    kinds = ("<u8", "<u4", "<i8", "<u8", "u1")
+    arrays = [
         map_file(base.fetch(Artefact(**each)), kind)
-        for each, kind in zip(files, ("<u8", "<u4"), strict=True)
+        for each, kind in zip(files, kinds, strict=False)
+    ]
+    if not arrays:
+        return None, None, None
+    ends = _starting(arrays[0])
+    return (
+        Histories(ends, arrays[1]),
+        Histories(ends, arrays[2]) if len(arrays) > 2 else None,
+        Histories(_starting(arrays[3]), arrays[4]) if len(arrays) > 4 else None,
     )
-    return Histories(np.concatenate([[0], ends.astype(np.int64)]), items)
+
+
+def _starting(ends: Digests) -> NDArray[np.int64]:
+    return np.concatenate([[0], ends.astype(np.int64)])

@@ -175,6 +175,16 @@ class ShardReuse:
         found = self.kept.seen.take(places)
         return Histories(found.indptr, self.changes.places[found.indices.astype(np.int64)])
 
+    def times(self, places: NDArray[np.int64]) -> Histories:
+        """Times of these items, when each happened last."""
+        assert self.kept.times is not None  # noqa: S101 - or nobody asks
+        return self.kept.times.take(places)
+
+    def given(self, places: NDArray[np.int64]) -> Histories:
+        """JSON of what the user tower was given of users of the base besides."""
+        assert self.kept.given is not None  # noqa: S101 - or nobody asks
+        return self.kept.given.take(places)
+
 
 def _enters(rules: Mapping[str, ListRule]) -> bool:
     return any(len(each.entering) for each in rules.values())

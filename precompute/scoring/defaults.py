@@ -23,7 +23,7 @@ from precompute.builds.tables import configured_tables, facet_layout, layout_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
 from precompute.partitions.catalogue import directory_file
-from precompute.partitions.partition import sort_unique
+from precompute.partitions.grouping import sort_unique
 from precompute.scoring.shard import described
 from precompute.scoring.tables import GrowingFile, PageFile
 

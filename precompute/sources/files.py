@@ -4,7 +4,7 @@ import glob
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -100,8 +100,8 @@ def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
     return found
 
 
-def all_files(config: NightConfig) -> list[SourceFile]:
-    """All inputs of a night but its bundle."""
+def all_files(config: NightConfig, events: Sequence[SourceFile] = ()) -> list[SourceFile]:
+    """All inputs of a night but its bundle: interactions, those of `events` behind them, then tables."""
     sources = config.sources
     tables = (
         sources.user_features,
@@ -109,20 +109,29 @@ def all_files(config: NightConfig) -> list[SourceFile]:
         sources.user_vectors,
         sources.item_vectors,
     )
-    return source_files([*sources.interactions, *filter(None, tables)], config.path("."))
+    base = config.path(".")
+    return [
+        *source_files(sources.interactions, base), *events, *source_files([*filter(None, tables)], base)
+    ]  # fmt: skip
 
 
 def pin(files: Sequence[SourceFile]) -> tuple[str, list[dict[str, object]]]:
     """Digest over contents of all input files, and the list of them for the manifest."""
-    whole = hashlib.sha256()
     listed: list[dict[str, object]] = []
     for path in files:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
             size_bytes = file.seek(0, os.SEEK_END)
-        whole.update(bytes.fromhex(digest))
         listed.append({"name": path.name, "size_bytes": size_bytes, "sha256": digest})
-    return whole.hexdigest(), listed
+    return digest_of(listed), listed
+
+
+def digest_of(listed: Sequence[Mapping[str, object]]) -> str:
+    """Digest over contents of input files, from the list that `pin` made of them."""
+    whole = hashlib.sha256()
+    for each in listed:
+        whole.update(bytes.fromhex(str(each["sha256"])))
+    return whole.hexdigest()
 
 
 def changed_at(file: SourceFile) -> float:

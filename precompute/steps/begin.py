@@ -3,15 +3,15 @@
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from cache.errors import ConfigError, Conflict
-from cache.format.manifest import CUT_CHARS, MANIFEST_FORMAT
+from cache.format.manifest import MANIFEST_FORMAT
 from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path, write_atomically
-from precompute.builds.build import CUT_FORMAT, Build, generation_id
+from precompute.builds.build import Build, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
 from precompute.builds.night import Night, StepRow
 from precompute.builds.pinning import pin_bundle, unchanged_sources
@@ -27,6 +27,7 @@ from precompute.control.reader_formats import demand_readers, demand_readers_of_
 from precompute.control.states import State, demand
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.erasures.host_records import note_left_out
+from precompute.events.files import EventFiles, event_files
 from precompute.partitions import catalogue
 from precompute.partitions.earlier import POPULARITY, UNKNOWN
 from precompute.partitions.holdout import Holdout
@@ -34,8 +35,8 @@ from precompute.partitions.item_attributes import paths_of, write_item_attribute
 from precompute.partitions.named_filters import named_filters, passing_filters
 from precompute.partitions.partition import Partitioned, partition
 from precompute.partitions.shard_files import TOUCHED
+from precompute.releases.cuts import demand_publishable
 from precompute.releases.registry import open_releases
-from precompute.releases.release_log import ReleaseLog
 from precompute.reuse.base import Base, choose_base, settings_digest
 from precompute.reuse.inputs import earlier_partition, partition_files
 from precompute.reuse.items import digests_files
@@ -44,13 +45,12 @@ from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import shares, write_defaults, write_facets
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
-from precompute.sources.files import all_files, pin
+from precompute.sources.files import all_files, digest_of, pin
 from precompute.sources.formats import INTERACTIONS
 from precompute.sources.unusable import Unusable, merged
+from precompute.steps import take_events
 
 ERASURE_LOOKS = 10
-CLOCKS_DIFFER_S = 300.0
-"""Seconds by which the clock of whoever chose a cut may be ahead of Redis'."""
 
 
 @writes_files
@@ -60,18 +60,22 @@ def run(
     data_until: str | None,
     run_after: str | None,
     named: str | None = None,
+    events_until: str | None = None,
     progress: Progress = quiet,
 ) -> Step:
     """Name the generation, pin its inputs, lay out the catalogue and partition the sources by hash range.
 
     The cut is `data_until`, else the configuration's, else `run_after`: what happened from then on is left out, what
-    has no time stays. Without any of these the generation is `named` after a time and nothing is cut.
+    has no time stays. Without any of these the generation is `named` after a time and nothing is cut. Events are read
+    up to a position, else all that were taken over; no cut leaves one out.
     """
     data_until = data_until or config.data_until
     moment = data_until or run_after or named
     if moment is None:
         raise ConfigError("a night needs a cut: give data_until, or the scheduler's run_after")
-    cut = parse_time(moment)
+    cut, events = parse_time(moment), event_files(config, events_until)
+    if events.until is not None and moment is named:  # what it has is as new as its events
+        cut = max(cut, datetime.fromtimestamp(events.until.ms // 1000, UTC))
     if not config.sources.names_users:
         raise ConfigError(
             "sources.interactions is empty, and so is sources.user_vectors: name the files the night is computed "
@@ -82,29 +86,37 @@ def run(
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
-        _demand_publishable(releases, cut, is_chosen=data_until is not None)
+        demand_publishable(releases, cut, is_chosen=data_until is not None)
     until = data_until or run_after
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
-            return _begin(config, bundle, cut, until=until, progress=progress)
+            return _begin(config, bundle, cut, events, until=until, progress=progress)
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
-    pinned = pin(all_files(config))
+    files = all_files(config, events.files)
+    pinned = pin(files)
+    # Events choose no bundle: it stays for all nights over the same tables.
+    own = digest_of(
+        [each for file, each in zip(files, pinned[1], strict=True) if file not in events.files]
+    )
     before = parse_time(until) if until else None
-    with vector_bundle(config, pinned[0], before=before) as bundle:
-        return _begin(config, bundle, cut, until=until, progress=progress, pinned=pinned)
+    with vector_bundle(config, own, before=before) as bundle:
+        return _begin(config, bundle, cut, events, until=until, progress=progress, pinned=pinned)
 
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
+    taken = take_events.run(night.config) if night.config.events.enabled else {}
     found = run(
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
-        progress=night.progress,
+        events_until=taken.get("events_until"), progress=night.progress,
     )  # fmt: skip
-    name = found["generation"]
+    name, told = found["generation"], f"\n{take_events.in_words(taken)}" if taken else ""
     if found["already_live"]:
-        return StepRow(found, f"{name} is live already")
+        return StepRow(found, f"{name} is live already{told}")
     begun = Build(night.config, night.config.store(), name).need("begin")
-    return StepRow(found, f"{name} ({_read(begun)})\n{base_in_words(begun.get('base') or {})}")
+    return StepRow(
+        found, f"{name} ({_read(begun)})\n{base_in_words(begun.get('base') or {})}{told}"
+    )
 
 
 def _read(begun: Mapping[str, Any]) -> str:
@@ -116,32 +128,11 @@ def _read(begun: Mapping[str, Any]) -> str:
     return f"{told}; left out: {reasons}" if reasons else told
 
 
-def _demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:
-    """Raises ConfigError for a cut that no publish would accept, or that would keep all nights after it from theirs.
-
-    A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.
-    """
-    ahead_s = cut.timestamp() - releases.clock()
-    if is_chosen and ahead_s > CLOCKS_DIFFER_S:
-        raise ConfigError(
-            f"data_until {cut.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night could be "
-            "published after this one; give a time that has passed",
-            field="data_until",
-        )
-    live = releases.ledger().live
-    if live is not None and f"{cut:{CUT_FORMAT}}" < live[:CUT_CHARS]:
-        raise ConfigError(
-            f"data_until {cut.isoformat()} is older than {live}, which is live, so it could not be published: give a "
-            "newer one, or go back with `larder roll-back`",
-            field="data_until",
-            live=live,
-        )
-
-
 def _begin(
     config: NightConfig,
     bundle: Bundle,
     cut: datetime,
+    events: EventFiles,
     *,
     until: str | None,
     progress: Progress,
@@ -149,7 +140,7 @@ def _begin(
 ) -> Step:
     demand_feature_types(config, bundle)
     named_filters(config)
-    sources_digest, inputs = pinned or pin(all_files(config))
+    sources_digest, inputs = pinned or pin(all_files(config, events.files))
     store = config.store()
     for _ in range(ERASURE_LOOKS):
         erased = Erased.of(all_erasures(store))
@@ -183,7 +174,7 @@ def _begin(
         _prepare(build, bundle, base, why, cut=until, erased=erased, sources_digest=sources_digest, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
             "erased": list(erased.numbers), "settings": settings_digest(config), "cut": until,
-        }, progress=progress)  # fmt: skip
+        }, events=events, progress=progress)  # fmt: skip
     return {**found, "already_live": False}
 
 
@@ -197,14 +188,18 @@ def _prepare(
     erased: Erased,
     sources_digest: str,
     facts: Step,
+    events: EventFiles,
     progress: Progress,
 ) -> None:
     config, started, holdout = build.config, time.perf_counter(), Holdout()
+    if events.until is not None:
+        facts = {**facts, "events": {"until": str(events.until), "files": len(events.files)}}
     inputs = [
         each for model in bundle.models if model.entity == "user" for each in model.spec.features
     ]
     unusable = Unusable(erased.users | erased.items)
-    with unchanged_sources(build, sources_digest), ThreadPoolExecutor(1, "bundle") as beside:
+    unchanged = unchanged_sources(build, sources_digest, events.files)
+    with unchanged, ThreadPoolExecutor(1, "bundle") as beside:
         pinning = beside.submit(pin_bundle, build, bundle)
 
         def told(rows: int) -> None:
@@ -221,8 +216,9 @@ def _prepare(
         earlier, all_read = None, why
         if base is not None:
             earlier, all_read = earlier_partition(
-                base, config, items, facts["inputs"], cut=cut, erased=erased
-            )
+                base, config, items, facts["inputs"], cut=cut, erased=erased,
+                events=len(events.files),
+            )  # fmt: skip
         seen = partition(
             config,
             items,
@@ -235,6 +231,7 @@ def _prepare(
             restart=holdout.restart,
             erased=erased,
             earlier=earlier,
+            events=events.files,
         )
         pinned = pinning.result()
     if not seen.users:

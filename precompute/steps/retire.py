@@ -5,7 +5,9 @@ from precompute.builds.night import Night, StepRow
 from precompute.builds.sweeping import sweep
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
+from precompute.control.connection import connect_events
 from precompute.erasing.erasing import settle
+from precompute.events.trimming import trim
 from precompute.experiments.exposures import erased_users, gather
 from precompute.releases.registry import open_releases
 from precompute.releases.sweep import drop_old_rows
@@ -14,7 +16,8 @@ from precompute.releases.sweep import drop_old_rows
 def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
     """Remove what nobody needs any more: pages and files of generations, rows whose overlays are gone, leftovers.
 
-    Then erasures whose last holder went are done, and files are made of the hours of the exposure log that ended.
+    Then erasures whose last holder went are done, files are made of the hours of the exposure log that ended, and the
+    stream of events is trimmed.
     """
     with open_releases(config) as releases:
         swept = sweep(config, releases, attempt=attempt, progress=progress)
@@ -24,9 +27,14 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
         pending = sum(each.word == "pending" for each in settle(config, releases))
         store, at = config.store(), releases.clock()
         exposures = gather(store, at=at, erased=erased_users(store))["parts"]
+    trimmed = 0
+    if config.events.enabled:
+        with connect_events(config) as client:
+            trimmed = trim(store, client, config.keyspace(), keep_s=config.events.keep_s)
     return {
         "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys,
         "rows": rows, "leftovers": leftovers, "erasures_pending": pending, "exposure_parts": exposures,
+        "events_trimmed": trimmed,
     }  # fmt: skip
 
 

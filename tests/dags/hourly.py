@@ -24,7 +24,7 @@ def night(dag: Any, run_after: datetime) -> dict[str, Any]:
     }  # fmt: skip
     for call in calls.values():
         call.__globals__["get_current_context"] = lambda: context
-    build: dict[str, Any] = calls["begin"]()
+    build: dict[str, Any] = calls["begin"](calls["take_events"]() if "take_events" in calls else {})
     found: dict[str, Any] = {}
     for name in ORDER:
         if name == "score_shard":

@@ -4,6 +4,9 @@ import json
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import redis
+
+from cache.events.event import Event
 from cache.format.reuse import Reuse
 from cache.process.redis_server import RedisServer
 from cache.store.artefacts import read_manifest
@@ -22,6 +25,7 @@ def test_the_second_of_two_hourly_nights_copies_and_reads_only_the_hour_between(
         f'namespace = "{config.namespace}"\nartifacts = "artifacts"\nstate = "state"\nbundle = "bundle"\n'
         'shards = 2\nschedule = "0 * * * *"\n[tables.user_topk]\nkind = "user_topk"\nk = 10\n'
         '[sources]\ninteractions = "interactions"\nitem_features = "items.parquet"\n'
+        "[events]\nenabled = true\n"
     )
 
     def night_after(moment: datetime) -> tuple[str, str]:
@@ -33,17 +37,23 @@ def test_the_second_of_two_hourly_nights_copies_and_reads_only_the_hour_between(
         tick, generation = json.loads(told.splitlines()[-1])
         return tick, generation
 
-    # when: one night, the file of an hour, another night
+    # when: one night, the file of an hour and an event, another night
     first, one = night_after(FIRST - timedelta(seconds=1))
     month.night = 1
     users, items = month.ids("user")[:6], month.ids("item")[:6]
     month.clicks(users, items, at=[FIRST + timedelta(minutes=5 + each) for each in range(6)])
+    at_us = int((FIRST + timedelta(minutes=30)).timestamp()) * 1_000_000
+    clicked = Event("e", at_us, month.ids("user")[6].encode(), items[0].encode())
+    with redis.Redis.from_url(own_redis.url) as client:
+        until = client.xadd(config.keyspace().events, {"e": clicked.to_bytes()}).decode()
     second, two = night_after(FIRST)
 
     # then
     assert [first, second] == [FIRST.isoformat(), (FIRST + timedelta(hours=1)).isoformat()]
-    found = Reuse.of(read_manifest(month.config.store(), two).facts)
+    manifest = read_manifest(month.config.store(), two)
+    assert manifest.events is not None and manifest.events.until == until
+    found = Reuse.of(manifest.facts)
     assert found is not None
     assert (found.base, found.why, found.read_because) == (one, "", "")
-    assert found.night.users["inputs"] == len(users)
-    assert found.night.users["copied"] == sum(found.night.users.values()) - len(users)
+    assert found.night.users["inputs"] == len(users) + 1
+    assert found.night.users["copied"] == sum(found.night.users.values()) - len(users) - 1

@@ -92,6 +92,19 @@ def test_the_night_goes_through_its_steps_in_order(night: Any) -> None:
     assert set(night["tasks"]) == {"plan", *chain.from_iterable(stages)}
 
 
+def test_events_are_taken_over_before_the_night_where_they_are_enabled(tmp_path: Path) -> None:
+    (tmp_path / "larder.toml").write_text("[events]\nenabled = true\n")
+    printed = in_airflow(
+        tmp_path, str(Path(__file__).with_name("describe.py")), str(ROOT / "dags"),
+        LARDER_CONFIG=str(tmp_path / "larder.toml"),
+    )  # fmt: skip
+    tasks = json.loads(printed.splitlines()[-1])["dags"]["nightly_precompute"]["tasks"]
+
+    assert tasks["begin"]["upstream"] == ["take_events"]
+    assert tasks["take_events"]["upstream"] == []
+    assert tasks["take_events"]["retries"] == tasks["begin"]["retries"]
+
+
 def test_every_task_is_retried_and_cannot_hang(parsed: Any) -> None:
     for dag in parsed["dags"].values():
         for name, task in dag["tasks"].items():

@@ -32,6 +32,10 @@ class Chunk:
     """Entities of the shard: exact with its last slice, estimated before."""
     vectors: NDArray[np.float32] | None = None
     """[users, dims]: vectors that the night was given, a row of NaN for who brings none."""
+    times: Histories | None = None
+    """Times of the items that they had, when each happened last; None where no events are taken in."""
+    given: Histories | None = None
+    """JSON of what the user tower is given besides; None where that is nothing, or not published."""
     marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
@@ -49,6 +53,8 @@ class Chunk:
         self.ids = [self.ids[row] for row in left.tolist()]
         self.hashes, self.marks = self.hashes[left], self.marks[left]
         self.histories, self.seen = self.histories.take(left), self.seen.take(left)
+        self.times = None if self.times is None else self.times.take(left)
+        self.given = None if self.given is None else self.given.take(left)
         self.usable = {name: each[left] for name, each in self.usable.items()}
         self.features = {
             model: {name: each[left] for name, each in columns.items()}

@@ -16,6 +16,7 @@ from precompute.reuse.digests import of_users
 from precompute.scoring.inputs import inputs_of
 from precompute.scoring.tables import GrowingFile
 from precompute.scoring.users.chunk import Chunk
+from precompute.scoring.users.published import given_features
 from precompute.scoring.users.work import ShardWork
 
 
@@ -74,25 +75,35 @@ def chunks_of(
     rows_of_any = np.flatnonzero(_of_any(usable, histories, specs) | entities.has_vector)
     copied = Copied.of(asked, entities.hashes, rows_of_any)
     seen, users = Histories(entities.indptr, entities.ordinals), len(copied.hashes)
+    times = None if entities.times is None else Histories(entities.indptr, entities.times)
 
     def chunks() -> Iterator[tuple[Chunk, float]]:
         reached = 0
         for part, own in copied.parts(work.chunk_users):
             rows = rows_of_any[own]
             reached += len(part.hashes)
+            own_features = {
+                model: {name: column[rows] for name, column in columns.items()}
+                for model, columns in features.items()
+            }
+            given = None
+            if work.publishes_features:
+                tower = work.models["user_tower"].spec
+                given = given_features(
+                    tower, own_features["user_tower"], usable["user_tower"][rows]
+                )
             yield (
                 Chunk(
                     ids=[entities.ids[row] for row in rows.tolist()],
                     hashes=entities.hashes[rows],
                     histories=histories.take(rows),
-                    features={
-                        model: {name: column[rows] for name, column in columns.items()}
-                        for model, columns in features.items()
-                    },
+                    features=own_features,
                     usable={model: which[rows] for model, which in usable.items()},
                     seen=seen.take(rows),
                     vectors=None if entities.vectors is None else entities.vectors[rows],
                     copied=part,
+                    times=None if times is None else times.take(rows),
+                    given=given,
                 ),
                 reached / users,
             )

@@ -1,6 +1,6 @@
 """Records of a chunk's users, computed or copied, in hash order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -76,14 +76,3 @@ def _with_copies(work: ShardWork, name: str, chunk: Chunk, own: NDArray[Any]) ->
     found[copied.rows] = own
     found[others] = work.reuse.records(name, copied.places[others], at)
     return found
-
-
-def write_seen(work: ShardWork, chunk: Chunk, files: Sequence[GrowingFile]) -> None:
-    """Writes what the users of a chunk's range had, in hash order."""
-    ends, items = files
-    seen, others = chunk.seen, chunk.copied.others
-    if work.reuse is not None and len(others):
-        seen = chunk.copied.together(seen, work.reuse.seen(chunk.copied.places[others]))
-    ends.write((work.counts["seen"] + seen.indptr[1:]).astype("<u8").tobytes())
-    items.write(seen.indices.astype("<u4").tobytes())
-    work.counts["seen"] += int(seen.indptr[-1])

@@ -17,8 +17,9 @@ from precompute.reuse.base import Base
 from precompute.reuse.kept_shard import inputs_file, reasons_file
 from precompute.scoring.shard import Scorers, described
 from precompute.scoring.tables import GrowingFile, PageFile
+from precompute.scoring.users.published import write_inputs
 from precompute.scoring.users.reading import read_users
-from precompute.scoring.users.records import write, write_seen
+from precompute.scoring.users.records import write
 from precompute.scoring.users.work import ShardWork
 
 
@@ -54,7 +55,7 @@ def score_users(
             with work.busy("write"):
                 write(work, chunk, files, directory, reasons)
                 if seen:
-                    write_seen(work, chunk, seen)
+                    write_inputs(work, chunk, seen)
             progress(f"score shard {shard}", chunk.entities, chunk.total)
     count = work.counts["scored"]
     return {

@@ -81,7 +81,7 @@ class ShardWork:
             bundle=bundle,
             place=place,
             seconds=dict.fromkeys(("read", "tower", "topk", "write"), 0.0),
-            counts=dict.fromkeys(("entities", "scored", "short", "seen", *REASONS), 0),
+            counts=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASONS), 0),
             unusable=Unusable(),
             allowed=allowed_items(build),
             reuse=reuse,
@@ -194,8 +194,17 @@ class ShardWork:
         }
 
     @property
+    def publishes_features(self) -> bool:
+        """True if the generation says what its user tower was given of each user besides the history."""
+        return self.build.config.events.enabled and bool(self.bundle.user_tower.spec.features)
+
+    @property
     def seen_files(self) -> tuple[str, ...]:
-        """Files of what users had, which filters leave out: where each one's items end, and the items; none without."""
-        if not self.build.config.sources.item_attributes:
+        """Files of what users had, which filters leave out and events are added to, in the order of `SeenPart`."""
+        config = self.build.config
+        if not (config.events.enabled or config.sources.item_attributes):
             return ()
-        return tuple(f"seen/{self.number:04d}.{part}" for part in ("ends", "items"))
+        parts = ["ends", "items"]
+        parts += ["times"] if config.events.enabled else []
+        parts += ["feature_ends", "features"] if self.publishes_features else []
+        return tuple(f"seen/{self.number:04d}.{part}" for part in parts)

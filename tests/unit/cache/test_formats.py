@@ -43,7 +43,7 @@ def test_version_1_is_not_told_and_a_later_one_is(monkeypatch: pytest.MonkeyPatc
     assert Pointer.from_bytes(POINTED.to_bytes()) == POINTED
 
 
-@pytest.mark.parametrize("version", [5, 0, "1", None, True, 1.0])
+@pytest.mark.parametrize("version", [6, 0, "1", None, True, 1.0])
 def test_a_version_that_is_not_read_is_refused(version: object) -> None:
     with pytest.raises(UnknownFormat):
         demand(MANIFEST, version)

@@ -25,8 +25,8 @@ from cache.format.records.layout import Layout
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions import shard_files
-from precompute.partitions.grouping import places_of
-from precompute.partitions.partition import partition, sort_unique
+from precompute.partitions.grouping import places_of, sort_unique
+from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import (
     HASH,
     KINDS,

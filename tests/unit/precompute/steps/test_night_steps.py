@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.control.night_steps import NIGHT, SEALED_BY, STAGES, TIMED_APART
+from cache.control.night_steps import BEFORE, NIGHT, SEALED_BY, STAGES, TIMED_APART
 from precompute.builds.seal import REPORTED
 from precompute.cli.parser import parser_of_commands
 from precompute.cli.step_commands import INSIDE_SCORE
@@ -17,7 +17,7 @@ STEPS = ROOT / "precompute/steps"
 
 
 def test_each_step_is_a_module_named_after_it() -> None:
-    assert {file.stem for file in STEPS.glob("*.py")} == {"__init__", *NIGHT}
+    assert {file.stem for file in STEPS.glob("*.py")} == {"__init__", *BEFORE, *NIGHT}
     for name in NIGHT:
         step = import_module(f"precompute.steps.{name}")
         assert callable(step.run) and callable(step.in_night), name
@@ -48,9 +48,9 @@ def test_the_manifest_is_made_from_the_reports_of_the_steps_before() -> None:
     assert [*REPORTED] == [name for name in before if name != "score"]
 
 
-@pytest.mark.parametrize("name", NIGHT)
+@pytest.mark.parametrize("name", [*NIGHT, *(each.replace("_", "-") for each in BEFORE)])
 def test_each_step_has_a_command(name: str) -> None:
-    about = [] if name in ("begin", "retire") else ["20260131T000000Z-0123456789ab"]
+    about = [] if name in ("begin", "retire", "take-events") else ["20260131T000000Z-0123456789ab"]
 
     if name not in INSIDE_SCORE:
         assert parser_of_commands().parse_args([name, *about]).run

@@ -1,0 +1,133 @@
+"""Files of the events that nights took over: each begins behind a position and says in itself where it ends.
+
+`<store>/events/<position that it begins behind>.parquet`, written once: the end of the newest is where the next begins,
+so the store alone says what was taken.
+"""
+
+import io
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache.errors import ConfigError, CorruptArtefact, LarderError
+from cache.events.event import Event
+from cache.events.position import BEGINNING, Position
+from cache.store.artefacts import ArtefactStore
+from precompute.config.settings import NightConfig
+from precompute.sources.files import SourceFile, source_file
+
+FOLDER: Final = "events"
+END: Final = b"larder.until"
+"""Key of a file's metadata that holds the position of its last event."""
+SCHEMA: Final = pa.schema([
+    ("user", pa.string()), ("item", pa.string()), ("time", pa.timestamp("us", tz="UTC")), ("id", pa.string()),
+    ("type", pa.string()), ("weight", pa.float64()), ("position", pa.int64()), ("event", pa.string()),
+])  # fmt: skip
+"""Columns of a file; `position` is `Position.number`, `event` the JSON of what is no interaction."""
+
+_NAME = re.compile(r"([0-9]{13})-([0-9]{7})\.parquet")
+
+
+def path_of(after: Position) -> str:
+    """Path of the file that begins behind a position."""
+    return f"{FOLDER}/{after.ms:013d}-{after.sequence:07d}.parquet"
+
+
+def taken(store: ArtefactStore) -> list[Position]:
+    """Positions that the files begin behind, in order; each ends where the next one begins."""
+    names = map(_NAME.fullmatch, store.names(FOLDER))
+    return sorted(Position(int(each[1]), int(each[2])) for each in names if each)
+
+
+def last_taken(store: ArtefactStore) -> Position:
+    """Position up to which the files have all events."""
+    files = taken(store)
+    return _end_of(store, files[-1]) if files else BEGINNING
+
+
+def to_bytes(rows: Iterable[tuple[Position, Event]], until: Position) -> bytes:
+    """File of some events, which ends at a position."""
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    for position, event in rows:
+        is_whole = event.kind == "interaction"
+        told = (
+            None if event.user is None else event.user.decode(),
+            None if event.item is None else event.item.decode(),
+            event.at_us, event.id, event.type, event.weight, position.number,
+            None if is_whole else event.to_bytes().decode(),
+        )  # fmt: skip
+        for name, value in zip(SCHEMA.names, told, strict=True):
+            columns[name].append(value)
+    return parquet(pa.table(columns, schema=SCHEMA), until)
+
+
+def parquet(table: Any, until: Position) -> bytes:
+    """Bytes of a file with these rows."""
+    out = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({END: str(until).encode()}), out)
+    return out.getvalue()
+
+
+def until_of(raw: bytes, path: str) -> Position:
+    """Position of a file's last event; raises CorruptArtefact for what is no such file."""
+    try:
+        return Position.parse((pq.read_schema(io.BytesIO(raw)).metadata or {})[END])
+    except (pa.ArrowException, KeyError, LarderError) as error:
+        raise CorruptArtefact(
+            f"{path} is no file of events ({error}): put it back from a copy of the store; without it the events "
+            "behind it are in no night",
+            path=path,
+        ) from error
+
+
+def _end_of(store: ArtefactStore, after: Position) -> Position:
+    path = path_of(after)
+    return until_of(store.read(path) or b"", path)
+
+
+@dataclass(frozen=True, slots=True)
+class EventFiles:
+    """Files of events that a night reads behind the team's own, and the position that they go up to.
+
+    None of either where no events are taken in.
+    """
+
+    files: tuple[SourceFile, ...] = ()
+    until: Position | None = None
+
+
+def event_files(config: NightConfig, until: str | None = None) -> EventFiles:
+    """Files with all events up to a position (all files there are without one).
+
+    Raises ConfigError for a position at which no file ends.
+    """
+    if not config.events.enabled:
+        if until is not None:
+            raise ConfigError(
+                "[events] enabled is false, so a night reads no events", field="events"
+            )
+        return EventFiles()
+    store = config.store()
+    afters = taken(store)
+    ends = [*afters, _end_of(store, afters[-1])] if afters else [BEGINNING]
+    wanted = ends[-1] if until is None else Position.parse(until)
+    if wanted not in ends:
+        raise ConfigError(
+            f"no file of {store.url}/{FOLDER} ends at {wanted}, they go up to {ends[-1]}: run `take-events` first, and "
+            "give the position that it tells",
+            field="events_until",
+        )
+    names = [path_of(each) for each in afters[: ends.index(wanted)]]
+    return EventFiles(tuple(_source(config, store, each) for each in names), wanted)
+
+
+def _source(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
+    if store.folder is not None:
+        return store.folder / path
+    # Read where it lies: a copy on this host would have to be erased from as well.
+    return source_file(f"{config.artifacts.rstrip('/')}/{config.namespace}/{path}", Path())

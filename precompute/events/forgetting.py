@@ -1,0 +1,70 @@
+"""Erasing from events: from the files that nights took over, and from the stream."""
+
+import io
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import redis
+
+from cache.errors import CorruptArtefact
+from cache.events.accept import entry_of
+from cache.format.redis_keys import Keyspace
+from cache.store.artefacts import ArtefactStore
+from precompute.config.settings import NightConfig
+from precompute.control.connection import connect_events
+from precompute.erasures.erasure import Erased, Erasure
+from precompute.events.files import parquet, path_of, taken, until_of
+from precompute.events.stream import entries
+
+
+def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
+    """Remove the events of erased entities, from the stream first: a night that takes it over leaves them out."""
+    erased = Erased.of(erasures)
+    if config.events.enabled:
+        with connect_events(config) as client:
+            forget_in_stream(client, config.keyspace(), erased)
+    forget_in_files(config.store(), erased)
+
+
+def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: Erased) -> int:
+    """Remove entries of the stream, and of what was rejected, that name somebody; how many. Also what is no event."""
+    gone = 0
+    for stream in (keys.events, keys.rejected_events):
+        behind = None
+        while batch := entries(client, stream, behind=behind):
+            found = [each for each, fields in batch if _names(fields, erased)]
+            gone += int(client.xdel(stream, *found)) if found else 0
+            behind = batch[-1][0].decode()
+    return gone
+
+
+def _names(fields: dict[bytes, bytes], erased: Erased) -> bool:
+    """True if an entry is of an erased entity; one without an event may be, whoever reads it."""
+    try:
+        event = entry_of(fields)
+    except CorruptArtefact:
+        return True
+    return event.user in erased.users or event.item in erased.items
+
+
+def forget_in_files(store: ArtefactStore, erased: Erased) -> int:
+    """Write the files that name somebody again, without; how many there were."""
+    changed = 0
+    for after in taken(store) if erased.users or erased.items else ():
+        path = path_of(after)
+        raw = store.read(path) or b""
+        until, table = until_of(raw, path), pq.read_table(io.BytesIO(raw))
+        stays = pc.and_(_stays(table, "user", erased.users), _stays(table, "item", erased.items))
+        kept = table.filter(stays)
+        if len(kept) < len(table):
+            store.write(path, parquet(kept, until))
+            changed += 1
+    return changed
+
+
+def _stays(table: Any, column: str, without: Collection[bytes]) -> Any:
+    texts = pa.array(sorted(each.decode() for each in without), pa.string())
+    return pc.invert(pc.is_in(table.column(column), value_set=texts))

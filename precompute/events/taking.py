@@ -1,0 +1,88 @@
+"""Taking over of the stream: what it has behind the last file becomes files in the store, each event in one."""
+
+from typing import Final, NamedTuple
+
+import redis
+
+from cache.errors import CorruptArtefact
+from cache.events.accept import entry_of
+from cache.events.event import Event
+from cache.events.position import Position
+from cache.format.redis_keys import Keyspace
+from cache.store.artefacts import ArtefactStore
+from precompute.erasures.erasure import NOBODY, Erased
+from precompute.events.files import last_taken, path_of, to_bytes
+from precompute.events.stream import entries, newest
+
+FILE_EVENTS: Final = 200_000
+"""Events of a file; what is more goes into another one."""
+FILE_BYTES: Final = 64 << 20
+"""Bytes of events, as they lie in the stream, of a file."""
+
+
+class TakenEvents(NamedTuple):
+    """Events of the stream that are in files now: up to which position, and how many of them this time.
+
+    `left_out` are those of who was erased, `unreadable` what is no event.
+    """
+
+    until: Position
+    events: int = 0
+    left_out: int = 0
+    unreadable: int = 0
+
+
+class _Read(NamedTuple):
+    rows: list[tuple[Position, Event]]
+    until: Position
+    left_out: int
+    unreadable: int
+
+
+def take(
+    store: ArtefactStore, client: "redis.Redis", keys: Keyspace, *, erased: Erased = NOBODY
+) -> TakenEvents:
+    """Write what the stream has now, behind what the files have, as further files.
+
+    Safe to repeat after a crash anywhere, and side by side with another: a file that another one wrote stands.
+    """
+    last = newest(client, keys.events)
+    found = TakenEvents(last_taken(store))
+    until = found.until if last is None else Position.parse(last)
+    while found.until < until:
+        read = _read(client, keys.events, found.until, until, erased)
+        if store.write_once(path_of(found.until), to_bytes(read.rows, read.until)):
+            found = TakenEvents(
+                read.until,
+                found.events + len(read.rows),
+                found.left_out + read.left_out,
+                found.unreadable + read.unreadable,
+            )
+        else:  # another one did, perhaps of more of them
+            found = found._replace(until=last_taken(store))
+    return found
+
+
+def _read(
+    client: "redis.Redis", stream: str, after: Position, until: Position, erased: Erased
+) -> _Read:
+    """Events behind `after` up to `until`, or as many as a file takes."""
+    rows: list[tuple[Position, Event]] = []
+    left_out = unreadable = size_bytes = 0
+    while len(rows) < FILE_EVENTS and size_bytes < FILE_BYTES:
+        batch = entries(client, stream, behind=str(after), until=str(until))
+        if not batch:  # the last one was removed since
+            return _Read(rows, until, left_out, unreadable)
+        for raw, fields in batch:
+            after = Position.parse(raw)
+            size_bytes += sum(map(len, fields.values()))
+            try:
+                event = entry_of(fields)
+            except CorruptArtefact:
+                unreadable += 1
+                continue
+            if event.user in erased.users or event.item in erased.items:
+                left_out += 1
+            else:
+                rows.append((after, event))
+    return _Read(rows, after, left_out, unreadable)

@@ -1,0 +1,58 @@
+"""Inputs of users as a generation publishes them: the items that each had, when, and what else its tower was given."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache.model.tower import Histories
+from cache.model.tower_spec import TowerSpec
+from precompute.scoring.tables import GrowingFile
+from precompute.scoring.users.chunk import Chunk
+from precompute.scoring.users.work import ShardWork
+
+
+def given_features(
+    spec: TowerSpec, features: Mapping[str, NDArray[Any]], usable: NDArray[np.bool_]
+) -> Histories:
+    """Features by input name as rows of JSON by column, as callers send them; of who is not usable an empty row."""
+    # Two inputs may read one column: a whole number is what both take.
+    inputs = sorted(spec.features, key=lambda each: each.dtype != "float32")
+    names = [str(each.column) for each in inputs]
+    values = [features[each.name].tolist() for each in inputs]
+    rows = [
+        orjson.dumps(dict(zip(names, row, strict=True))) if is_usable else b""
+        for row, is_usable in zip(zip(*values, strict=True), usable.tolist(), strict=True)
+    ]
+    ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    bytes_: Any = np.frombuffer(b"".join(rows), np.uint8)
+    return Histories(ends, bytes_)
+
+
+def write_inputs(work: ShardWork, chunk: Chunk, files: Sequence[GrowingFile]) -> None:
+    """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
+    ends, items, *more = files
+    copied, reuse = chunk.copied, work.reuse
+    others, places = copied.others, copied.places
+    seen, times, given = chunk.seen, chunk.times, chunk.given
+    if reuse is not None and len(others):
+        seen = copied.together(seen, reuse.seen(places[others]))
+        if times is not None:
+            times = copied.together(times, reuse.times(places[others]))
+        if given is not None:
+            given = copied.together(given, reuse.given(places[others]))
+    _grow(work, "seen", seen, ends)
+    items.write(seen.indices.astype("<u4").tobytes())
+    if times is not None:
+        more[0].write(times.indices.astype("<i8").tobytes())
+    if given is not None:
+        _grow(work, "given", given, more[1])
+        more[2].write(given.indices.astype("u1").tobytes())
+
+
+def _grow(work: ShardWork, count: str, rows: Histories, ends: GrowingFile) -> None:
+    """Writes where each row ends among those of all chunks."""
+    ends.write((work.counts[count] + rows.indptr[1:]).astype("<u8").tobytes())
+    work.counts[count] += int(rows.indptr[-1])

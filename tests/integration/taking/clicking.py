@@ -1,0 +1,67 @@
+"""Events in the stream of a night's namespace, drawn by a seed."""
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+import numpy as np
+import redis
+
+from cache.config.events import EventsConfig
+from cache.events.event import Event
+from cache.events.position import Position
+from precompute.config.settings import NightConfig
+from precompute.steps import take_events
+from tests.integration.changed.month import Month
+
+HOUR_US = 3_600_000_000
+
+
+def with_events(month: Month, redis_url: str) -> Month:
+    """The month with events, which both of its nights take from one Redis."""
+    # int8 is for the gates' own tests: lists of so few users differ by chance
+    gates = replace(month.config.gates, skew_overlap=0.0)
+    month.configure(events=EventsConfig(enabled=True), events_url=redis_url, gates=gates)
+    return month
+
+
+def microseconds(moment: datetime) -> int:
+    return round(moment.timestamp() * 1e6)
+
+
+def click(config: NightConfig, events: list[Event]) -> list[Position]:
+    """Events come into the stream in this order; where they stand."""
+    stream = config.keyspace().events
+    with redis.Redis.from_url(config.events_redis, protocol=3) as client:
+        return [Position.parse(client.xadd(stream, {"e": each.to_bytes()})) for each in events]
+
+
+def drawn(
+    rng: np.random.Generator, users: list[str], items: list[str], count: int, before: datetime, *, name: str = "e"
+) -> list[Event]:  # fmt: skip
+    """Events of some users on some items, late and out of order, some at one time, some of no weight."""
+    hours = rng.integers(1, 48, size=count)
+    last = microseconds(before - timedelta(hours=1))
+    return [
+        Event(
+            f"{name}-{number}", int(last - HOUR_US * hours[number]), str(rng.choice(users)).encode(),
+            str(rng.choice(items)).encode(), weight=0.0 if rng.random() < 0.05 else 1.0,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def some(month: Month, name: str, count: int = 150) -> list[Event]:
+    """Events of known users and new ones, on known items and unknown ones."""
+    users = [*month.ids("user")[::2], "new-1", f"new-{name}"]
+    return drawn(month.rng, users, [*month.ids("item"), "nowhere"], count, month.cut, name=name)
+
+
+def taken(config: NightConfig) -> NightConfig:
+    """The settings, once their store has all events."""
+    take_events.run(config)
+    return config
+
+
+def alone(config: NightConfig, name: str) -> NightConfig:
+    """The same settings over a store of their own, which has no events of its own."""
+    return replace(config, artifacts=name, state=f"{name}-state", reuse="off")

@@ -1,0 +1,58 @@
+"""What is left of events once nights have them, and of those who are erased."""
+
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import redis
+
+from cache.events.event import Event
+from cache.events.position import Position
+from cache.store.artefacts import read_manifest
+from precompute.erasures.erasure import all_erasures, request
+from precompute.events.files import event_files
+from precompute.events.stream import entries
+from precompute.steps import retire, take_events
+from tests.integration.changed.month import Month
+from tests.integration.taking.clicking import click, some
+
+
+def test_retire_trims_what_every_generation_has(featured: Month) -> None:
+    # given: three nights whose events are older than they have to be
+    month = featured
+    events = replace(month.config.events, keep_s=1e-9)
+    month.configure(events=events, keep=1, superseded_grace_s=0.0)
+    positions = []
+    for number in range(3):
+        month.night = number
+        positions.append(click(month.config, some(month, f"n{number}", 4))[-1])
+        month.publish()
+
+    # then: the stream begins behind the oldest generation that is left
+    store = month.config.store()
+    kept = [read_manifest(store, each).events for each in store.names("generations")]
+    oldest = min(Position.parse(each.until) for each in kept if each is not None)
+    stream = month.config.keyspace().events
+    client = redis.Redis.from_url(month.config.events_redis, protocol=3)
+    left = [Position.parse(each) for each, _ in entries(client, stream)]
+    assert len(kept) == 2 and oldest == positions[1]
+    assert len(left) == 4 and left[-1] == positions[2]
+    assert retire.run(month.config)["events_trimmed"] == 0
+
+
+def test_erasing_reaches_files_and_stream_before_it_is_done(featured: Month) -> None:
+    month, config = featured, featured.config
+    user = "new-somebody"
+    old = some(month, "a", 3)
+    click(config, [*old, Event("theirs", 1, user.encode(), month.ids("item")[0].encode())])
+    take_events.run(config)
+    click(config, [Event("later", 1, user.encode(), month.ids("item")[1].encode())])
+
+    request(config.store(), user.encode(), "user", at=0.0)
+    retire.run(config)
+
+    rows = pa.concat_tables(pq.read_table(each) for each in event_files(config).files)
+    assert set(rows["id"].to_pylist()) == {each.id for each in old}
+    assert take_events.run(config)["left_out"] == 0  # there was nothing of theirs left to take
+    (erasure,) = all_erasures(config.store())
+    assert not erasure.is_pending

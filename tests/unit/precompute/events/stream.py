@@ -1,0 +1,93 @@
+"""A stream of events in a real Redis, and what nights took of it."""
+
+import io
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import redis
+
+from cache.config.events import EventsConfig
+from cache.events.event import Event
+from cache.events.position import Position
+from cache.format.redis_keys import Keyspace
+from cache.store.artefacts import ArtefactStore
+from precompute.config.settings import NightConfig
+from precompute.events.files import path_of, taken, until_of
+
+
+class Crash(Exception):
+    """A kill, as a test sees it."""
+
+
+class TroubledStore(ArtefactStore):
+    """Store in which something happens at the next write: before it, or behind it."""
+
+    before: Callable[[], object] | None = None
+    behind: Callable[[], object] | None = None
+
+    def write_once(self, path: str, data: bytes) -> bool:
+        hook, self.before = self.before, None
+        if hook is not None:
+            hook()
+        found = super().write_once(path, data)
+        hook, self.behind = self.behind, None
+        if hook is not None:
+            hook()
+        return found
+
+
+@dataclass
+class Stream:
+    """Stream of a namespace of its own; `added` are its events by position, in order."""
+
+    client: "redis.Redis"
+    store: TroubledStore
+    keys: Keyspace
+    added: dict[Position, Event] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, redis_url: str, folder: Path) -> "Stream":
+        """A stream beside an empty store."""
+        keys = Keyspace(f"events-{uuid.uuid4().hex[:12]}")
+        client = redis.Redis.from_url(redis_url, protocol=3)
+        return cls(client, TroubledStore(str(folder / keys.namespace)), keys)
+
+    def add(self, event: Event | None = None) -> Position:
+        """One more event, of its own id; where none is given, by somebody on something."""
+        number = len(self.added)
+        event = event or Event(
+            f"e{number}", 1_000_000 * number, b"u%d" % (number % 5), b"i%d" % number
+        )
+        position = Position.parse(self.client.xadd(self.keys.events, {"e": event.to_bytes()}))
+        self.added[position] = event
+        return position
+
+    def config(self, redis_url: str) -> NightConfig:
+        """Settings of nights that take it over into this store."""
+        assert self.store.folder is not None
+        return NightConfig(
+            namespace=self.keys.namespace, artifacts=str(self.store.folder.parent),
+            redis_url=redis_url, events=EventsConfig(enabled=True),
+        )  # fmt: skip
+
+    def rows(self) -> list[tuple[int, str]]:
+        """Position and id of every event in the files, in the order of files and rows."""
+        found: list[tuple[int, str]] = []
+        for after in taken(self.store):
+            table = pq.read_table(io.BytesIO(self.store.read(path_of(after)) or b""))
+            found += zip(table["position"].to_pylist(), table["id"].to_pylist(), strict=True)
+        return found
+
+    def all_rows(self) -> list[tuple[int, str]]:
+        """What the files have once everything was taken."""
+        return [(position.number, event.id) for position, event in self.added.items()]
+
+    def bounds(self) -> list[tuple[Position, Position]]:
+        """Beginning and end of each file."""
+        paths = {after: path_of(after) for after in taken(self.store)}
+        return [
+            (after, until_of(self.store.read(path) or b"", path)) for after, path in paths.items()
+        ]

@@ -1,0 +1,112 @@
+"""What leaves the stream, and the files: what everybody has, and who is erased."""
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from cache.errors import TierUnavailable
+from cache.events.event import Event
+from cache.events.position import Position
+from cache.store.artefacts import generation_path
+from precompute.erasures.erasure import Erased, Erasure, request
+from precompute.events.forgetting import forget_events, forget_in_files, forget_in_stream
+from precompute.events.stream import entries
+from precompute.events.taking import take
+from precompute.events.trimming import trim
+from tests.unit.precompute.events.stream import Stream
+
+GENERATION = "20260131T000000Z-0123456789ab"
+
+
+@pytest.fixture
+def stream(redis_url: str, tmp_path: Path) -> Stream:
+    """Six events, of which nights took the first four over."""
+    found = Stream.of(redis_url, tmp_path)
+    for count in (2, 2):
+        for _ in range(count):
+            found.add()
+        take(found.store, found.client, found.keys)
+    found.add()
+    found.add()
+    return found
+
+
+def begun(stream: Stream, until: Position | None) -> None:
+    """A generation in the making."""
+    told = {} if until is None else {"events": {"until": str(until), "files": 1}}
+    stream.store.write(generation_path(GENERATION, "work/begin.json"), orjson.dumps(told))
+
+
+def left(stream: Stream) -> list[Position]:
+    return [Position.parse(each) for each, _ in entries(stream.client, stream.keys.events)]
+
+
+def trimmed(stream: Stream, keep_s: float = -60.0) -> int:
+    return trim(stream.store, stream.client, stream.keys, keep_s=keep_s)
+
+
+def test_what_no_file_has_stays(stream: Stream) -> None:
+    assert trimmed(stream) == 4
+
+    assert left(stream) == list(stream.added)[4:]
+    assert trimmed(stream) == 0
+
+
+def test_what_is_young_stays(stream: Stream) -> None:
+    assert trimmed(stream, keep_s=3_600.0) == 0
+
+    assert left(stream) == list(stream.added)
+
+
+@pytest.mark.parametrize(("place", "gone"), [(None, 4), (0, 1), (1, 2), (3, 4)])
+def test_what_a_generation_does_not_have_stays(
+    stream: Stream, place: int | None, gone: int
+) -> None:
+    begun(stream, None if place is None else list(stream.added)[place])
+
+    assert trimmed(stream) == gone
+    assert left(stream) == list(stream.added)[gone:]
+
+
+def test_a_generation_that_cannot_be_read_keeps_everything(stream: Stream) -> None:
+    stream.store.write(generation_path(GENERATION, "manifest.json"), b"{}")
+
+    assert trimmed(stream) == 0
+
+
+def test_without_files_or_stream_nothing_is_trimmed(redis_url: str, tmp_path: Path) -> None:
+    empty = Stream.of(redis_url, tmp_path)
+
+    assert trimmed(empty) == 0
+
+
+def test_who_is_erased_leaves_files_and_stream(stream: Stream) -> None:
+    rows, bounds = stream.rows(), stream.bounds()
+    erased = Erased(frozenset({b"u1"}), frozenset({b"i4"}))
+    odd = Event("odd", 1, b"u1", b"i9").to_bytes()
+    stream.client.xadd(stream.keys.rejected_events, {"e": odd, "reason": b"too_many"})
+
+    assert forget_in_stream(stream.client, stream.keys, erased) == 3
+    assert forget_in_files(stream.store, erased) == 1
+
+    kept = [place for place in range(6) if place not in (1, 4)]
+    assert left(stream) == [list(stream.added)[place] for place in kept]
+    assert stream.rows() == [rows[place] for place in (0, 2, 3)]
+    assert stream.bounds() == bounds
+    assert stream.client.xlen(stream.keys.rejected_events) == 0
+    assert forget_in_stream(stream.client, stream.keys, erased) == 0
+    assert forget_in_files(stream.store, erased) == 0
+    # and what comes is taken from where it stood
+    take(stream.store, stream.client, stream.keys)
+    assert [each for _, each in stream.rows()] == ["e0", "e2", "e3", "e5"]
+
+
+def test_nothing_is_forgotten_quietly_while_the_redis_of_events_is_away(
+    stream: Stream, tmp_path: Path
+) -> None:
+    config = stream.config("unix:///nowhere/redis.sock")
+    erasure: Erasure = request(config.store(), b"u1", "user", at=0.0)
+
+    with pytest.raises(TierUnavailable):
+        forget_events(config, [erasure])

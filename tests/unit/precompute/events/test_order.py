@@ -1,0 +1,145 @@
+"""Events beside a team's own rows in a partition: in the order of their times and positions, whoever adds them."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.config.events import EventsConfig
+from cache.events.event import Event
+from cache.events.position import Position
+from precompute.config.settings import NightConfig, Sources, parse_time
+from precompute.events.files import to_bytes
+from precompute.partitions.earlier import Earlier
+from precompute.partitions.partition import Partitioned, partition
+from precompute.partitions.shard_input import read_shard
+from precompute.reuse.digests import of_users
+from tests.unit.precompute.reuse.test_earlier import item_table
+
+SHARDS = 2
+CUT = "1970-01-01T00:00:08Z"
+"""Some of the events happened after it."""
+USERS, ITEMS = [f"u{number}" for number in range(4)], [f"i{number}" for number in range(4)]
+
+click = st.tuples(
+    st.sampled_from(USERS), st.sampled_from([*ITEMS, "x"]), st.integers(1, 7), st.just(1.0)
+)
+event = st.tuples(
+    st.sampled_from(USERS), st.sampled_from([*ITEMS, "x"]), st.integers(1, 12),
+    st.sampled_from([1.0, 0.0]),
+)  # fmt: skip
+Rows = list[tuple[str, str, int, float]]
+Files = st.lists(st.lists(event, max_size=10), max_size=3)
+
+
+class Sandbox:
+    """Files of a team and of events, and partitions over them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.items = item_table(ITEMS)
+        self.clicks: list[Rows] = []
+        self.events: list[Rows] = []
+        (root / "clicks").mkdir()
+
+    def add(self, clicks: list[Rows], events: list[Rows]) -> None:
+        for rows in clicks:
+            columns = [list(each) for each in zip(*rows, strict=True)] or [[]] * 4
+            table = {
+                "user": pa.array(columns[0], pa.string()), "item": pa.array(columns[1], pa.string()),
+                "timestamp": pa.array(columns[2], pa.int64()),
+            }  # fmt: skip
+            pq.write_table(pa.table(table), self.root / f"clicks/{len(self.clicks)}.parquet")
+            self.clicks.append(rows)
+        for rows in events:
+            first = 1 + sum(map(len, self.events))
+            told = [
+                (
+                    Position(0, first + number),
+                    Event(f"e{first + number}", at * 1_000_000, user.encode(), item.encode(), weight=weight),
+                )
+                for number, (user, item, at, weight) in enumerate(rows)
+            ]  # fmt: skip
+            path = self.root / f"{len(self.events)}.events"
+            path.write_bytes(to_bytes(told, Position(0, first + len(rows))))
+            self.events.append(rows)
+
+    def partition(self, name: str, earlier: Earlier | None = None) -> Partitioned:
+        sources = Sources(interactions=("clicks",))
+        config = NightConfig(
+            base=str(self.root), shards=SHARDS, sources=sources, events=EventsConfig(enabled=True)
+        )
+        files = [self.root / f"{number}.events" for number in range(len(self.events))]
+        return partition(
+            config,
+            self.items,
+            self.root / name,
+            before=parse_time(CUT),
+            earlier=earlier,
+            events=files,
+        )
+
+    def inputs(self, name: str) -> dict[str, Any]:
+        """Items and times of each user, and the digest of both."""
+        told: dict[str, Any] = {}
+        for shard in range(SHARDS):
+            part = read_shard(self.root / name, shard, history_limit=5)
+            assert part.times is not None
+            for row, raw in enumerate(part.ids):
+                span = slice(part.indptr[row], part.indptr[row + 1])
+                items = self.items.ids_of(part.ordinals[span].astype("u4"))
+                digest = of_users(part, self.items.directory.hashes())[row]
+                told[raw.decode()] = (
+                    list(zip(items, part.times[span].tolist(), strict=True)),
+                    int(digest),
+                )
+        return told
+
+    def expected(self) -> dict[str, list[tuple[str, int]]]:
+        """Items of each user by the words of the documentation."""
+        rows = [
+            (at, is_event, user, item)
+            for is_event, files in enumerate((self.clicks, self.events))
+            for row in files for user, item, at, weight in row if weight > 0
+        ]  # fmt: skip
+        found: dict[str, dict[str, int]] = {user: {} for _, _, user, _ in rows}
+        for at, _, user, item in sorted(rows, key=lambda row: row[:2]):
+            if item in ITEMS:
+                found[user].pop(item, None)
+                found[user][item] = at * 1_000_000
+        return {user: list(each.items()) for user, each in found.items()}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(click, min_size=1, max_size=12), Files, st.lists(st.lists(click, max_size=8), max_size=2),
+    Files,
+)  # fmt: skip
+def test_events_stand_at_their_times_whatever_was_taken_over(
+    first: Rows, events: list[Rows], fresh: list[Rows], newer: list[Rows]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        box = Sandbox(Path(folder))
+        box.add([first], events)
+        base = box.partition("base")
+        assert {user: each for user, (each, _) in box.inputs("base").items()} == box.expected()
+        counted = base.counted
+        assert counted.late == 0
+        earlier = Earlier(
+            folder=box.root / "base", seed=base.seed, files=1, places=None, gone=counted.unknown[:0],
+            popularity=counted.popularity, unknown=counted.unknown, interactions=counted.interactions,
+            unknown_items=counted.unknown_items, unusable=base.unusable, event_files=len(events),
+        )  # fmt: skip
+
+        box.add(fresh, newer)
+        whole, ours = box.partition("whole"), box.partition("ours", earlier)
+
+        assert {user: each for user, (each, _) in box.inputs("whole").items()} == box.expected()
+        assert box.inputs("ours") == box.inputs("whole")
+        assert ours.counted.interactions == whole.counted.interactions
+        assert ours.counted.popularity.tolist() == whole.counted.popularity.tolist()
+        assert ours.unusable == whole.unusable

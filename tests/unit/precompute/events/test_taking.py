@@ -1,0 +1,203 @@
+"""Taking over of the stream: every event in exactly one file, whoever crashes or comes second."""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.errors import ConfigError, CorruptArtefact, TierUnavailable
+from cache.events.event import Event
+from cache.events.position import BEGINNING, Position
+from precompute.config.settings import NightConfig
+from precompute.erasures.erasure import Erased, request
+from precompute.events import stream as stream_of_entries
+from precompute.events import taking
+from precompute.events.files import event_files, last_taken, path_of
+from precompute.events.reading import read_events
+from precompute.events.taking import take
+from precompute.sources.unusable import Unusable
+from precompute.steps import take_events
+from tests.unit.precompute.events.stream import Crash, Stream, TroubledStore
+
+HAPPENINGS = (
+    "add",
+    "take",
+    "crash before",
+    "crash behind",
+    "another before",
+    "another behind",
+    "a few",
+)
+
+
+def crash() -> None:
+    raise Crash
+
+
+def happen_all(stream: Stream, happenings: Sequence[str]) -> None:
+    for what in happenings:
+        happen(stream, what)
+
+
+def happen(stream: Stream, what: str) -> None:
+    """One thing that may come to a stream and its takers."""
+    other = Stream(stream.client, TroubledStore(stream.store.url), stream.keys, stream.added)
+    match what:
+        case "add":
+            stream.add()
+            return
+        case "a few":
+            for _ in range(7):
+                stream.add()
+            return
+        case "crash before":
+            stream.store.before = crash
+        case "crash behind":
+            stream.store.behind = crash
+        case "another before":
+            stream.store.before = partial(happen_all, other, ("add", "take"))
+        case "another behind":
+            stream.store.behind = partial(happen_all, other, ("take",))
+    with suppress(Crash):
+        take(stream.store, stream.client, stream.keys)
+    stream.store.before = stream.store.behind = None
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(HAPPENINGS), max_size=14), st.integers(1, 9))
+def test_every_event_is_in_exactly_one_file(
+    redis_url: str, happenings: list[str], events_of_a_file: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(taking, "FILE_EVENTS", events_of_a_file)
+        patched.setattr(stream_of_entries, "AT_ONCE", 3)
+        stream = Stream.of(redis_url, Path(folder))
+
+        for what in happenings:
+            happen(stream, what)
+            # whatever is taken is whole from the beginning on
+            assert stream.rows() == stream.all_rows()[: len(stream.rows())]
+        found = take(stream.store, stream.client, stream.keys)
+
+        assert stream.rows() == stream.all_rows()
+        assert found.until == max([*stream.added, BEGINNING]) == last_taken(stream.store)
+        bounds = stream.bounds()
+        assert all(end == after for (_, end), (after, _) in pairwise(bounds))
+        assert all(after < end for after, end in bounds)
+        assert take(stream.store, stream.client, stream.keys) == (found.until, 0, 0, 0)
+
+
+def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(
+    redis_url: str, tmp_path: Path
+) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    stream.add(Event("kept", 1, b"u1", b"i1"))
+    stream.add(Event("of-the-user", 1, b"gone", b"i1"))
+    stream.add(Event("of-the-item", 1, b"u1", b"away"))
+    odd = [
+        b"no event",
+        b'{"id": 5, "at_us": 1, "user": "u"}',
+        b'{"id": "x", "at_us": "now", "user": "u"}',
+    ]
+    last = [stream.client.xadd(stream.keys.events, {"e": each}) for each in odd][-1]
+
+    found = take(
+        stream.store, stream.client, stream.keys,
+        erased=Erased(frozenset({b"gone"}), frozenset({b"away"})),
+    )  # fmt: skip
+
+    assert found == (Position.parse(last), 1, 2, 3)
+    assert [each for _, each in stream.rows()] == ["kept"]
+
+
+def test_a_night_reads_interactions_of_positive_weight_at_their_time(
+    redis_url: str, tmp_path: Path
+) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    config = stream.config(redis_url)
+    late = stream.add(
+        Event("a", 1_700_000_000_123_456, "ü".encode(), b"i1", type="buy", weight=2.5)
+    )
+    stream.add(Event("b", 5, b"u1", b"i1", weight=0.0))
+    stream.add(Event("c", 6, b"u1", attributes={"country": "DE"}))
+    stream.add(Event("d", 7, item=b"i1", vector=(1.0, 0.5)))
+    old = stream.add(Event("e", -8, b"u2", b"i2"))
+    take(stream.store, stream.client, stream.keys)
+
+    (batch,) = read_events(event_files(config).files, unusable := Unusable())
+
+    assert [batch.users.name_of(row) for row in range(2)] == ["ü", "u2"]
+    assert [batch.items.name_of(row) for row in range(2)] == ["i1", "i2"]
+    assert batch.times.tolist() == [1_700_000_000_123_456, -8]
+    assert batch.positions is not None and batch.positions.tolist() == [late.number, old.number]
+    assert unusable.to_json()["interactions"]["rows"] == 5
+
+
+def test_a_position_says_which_files_are_read(redis_url: str, tmp_path: Path) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    config = stream.config(redis_url)
+    assert event_files(config) == event_files(config, "0-0")
+    ends = []
+    for _ in range(3):
+        ends.append(stream.add())
+        take(stream.store, stream.client, stream.keys)
+
+    found = [event_files(config, str(each)) for each in [BEGINNING, *ends]]
+
+    assert [each.until for each in found] == [BEGINNING, *ends]
+    assert [len(each.files) for each in found] == [0, 1, 2, 3]
+    assert event_files(config) == found[-1]
+    for wrong in (stream.add(), Position(ends[0].ms - 1, 0)):
+        with pytest.raises(ConfigError, match=f"ends at {wrong}, they go up to {ends[-1]}"):
+            event_files(config, str(wrong))
+
+
+def test_without_events_nothing_is_read_and_a_position_is_refused(tmp_path: Path) -> None:
+    config = NightConfig(base=str(tmp_path))
+
+    assert event_files(config).files == () and event_files(config).until is None
+    with pytest.raises(ConfigError, match="enabled is false"):
+        event_files(config, "5-0")
+    with pytest.raises(ConfigError, match="enabled is false"):
+        take_events.run(config)
+
+
+def test_a_damaged_file_is_named_and_no_event_is_lost_behind_it(
+    redis_url: str, tmp_path: Path
+) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    stream.add()
+    stream.store.write(path_of(BEGINNING), b"PAR1 and no more")
+
+    with pytest.raises(CorruptArtefact, match=path_of(BEGINNING)):
+        take(stream.store, stream.client, stream.keys)
+
+
+def test_the_step_never_goes_on_without_the_redis_of_events(tmp_path: Path, redis_url: str) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    config = stream.config("unix:///nowhere/redis.sock")
+
+    with pytest.raises(TierUnavailable, match="REDIS_URL"):
+        take_events.run(config)
+
+
+def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
+    redis_url: str, tmp_path: Path
+) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    config = stream.config(redis_url)
+    stream.add(Event("of-them", 1, b"gone", b"i1"))
+    last = stream.add()
+    request(config.store(), b"gone", "user", at=0.0)
+
+    found = take_events.run(config)
+
+    assert found == {"events_until": str(last), "events": 1, "left_out": 1, "unreadable": 0}
+    assert take_events.in_words(found).startswith("1 events taken over, up to 20")
+    assert take_events.in_words(found).endswith(f"({last}); left out: 1 erased")
