@@ -71,7 +71,7 @@ def read_interactions(
     unusable = Unusable() if unusable is None else unusable
     paths = source_files(sources.interactions, base)[skip:]
     for path in paths:
-        with _reading(path):
+        with reading(path):
             for columns in _batches(path, sources, unusable):
                 batch = _usable(columns, path, sources, unusable)
                 if cut is not None and (newer := batch.times >= cut).any():
@@ -146,7 +146,7 @@ def read_features(
     unusable = Unusable() if unusable is None else unusable
     # Without a buffer a whole row group of a column is read at once.
     opened = partial(pa.parquet.ParquetFile, buffer_size=READ_BYTES)
-    with _reading(path), readable(path) as raw, opened(raw) as file:
+    with reading(path), readable(path) as raw, opened(raw) as file:
         demand_columns(file.schema_arrow.names, (id_column, *columns), path)
         for batch in file.iter_batches(_rows_at_once(file.metadata), columns=[id_column, *columns]):
             unusable.looked_at(source, len(batch))
@@ -169,14 +169,14 @@ def _rows_at_once(metadata: Any) -> int:
 
 def feature_schema(path: SourceFile, columns: Sequence[str] = ()) -> Any:
     """Arrow schema of a Parquet feature table; a missing column is named."""
-    with _reading(path), readable(path) as raw:
+    with reading(path), readable(path) as raw:
         found = pa.parquet.read_schema(raw)
     demand_columns(found.names, columns, path)
     return found
 
 
 @contextmanager
-def _reading(path: SourceFile) -> Iterator[None]:
+def reading(path: SourceFile) -> Iterator[None]:
     """The one translator of what readers of files raise."""
     try:
         yield

@@ -1,7 +1,7 @@
 """A night's beginning: the generation named, its inputs pinned, its catalogue and partition laid out."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
@@ -44,7 +44,8 @@ from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import shares, write_defaults, write_facets
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
-from precompute.sources.files import all_files, pin
+from precompute.sources.event_values import EventValues, digest_of
+from precompute.sources.files import SourceFile, all_files, pin
 from precompute.sources.formats import INTERACTIONS
 from precompute.sources.unusable import Unusable, merged
 
@@ -198,12 +199,15 @@ def _prepare(
     sources_digest: str,
     facts: Step,
     progress: Progress,
+    events: Sequence[SourceFile] = (),
 ) -> None:
     config, started, holdout = build.config, time.perf_counter(), Holdout()
     inputs = [
         each for model in bundle.models if model.entity == "user" for each in model.spec.features
     ]
     unusable = Unusable(erased.users | erased.items)
+    values = EventValues.read(events, {"user": erased.users, "item": erased.items})
+    user_values = digest_of(values.users, {str(each.column) for each in inputs})
     with unchanged_sources(build, sources_digest), ThreadPoolExecutor(1, "bundle") as beside:
         pinning = beside.submit(pin_bundle, build, bundle)
 
@@ -213,16 +217,19 @@ def _prepare(
             progress("read interactions", rows, 0)
 
         laid, item_columns = lay_out_items(
-            config, bundle, build.root, erased=erased.items, unusable=unusable, base=base
-        )
+            config, bundle, build.root, erased=erased.items, unusable=unusable, base=base,
+            values=values.items,
+        )  # fmt: skip
         items = catalogue.open_items(build.root, laid)
-        attributes = write_item_attributes(config, items, build.root, unusable=unusable)
+        attributes = write_item_attributes(
+            config, items, build.root, values=values.items, unusable=unusable
+        )
         passing_filters(config, build.root, attributes, items.count)
         earlier, all_read = None, why
         if base is not None:
             earlier, all_read = earlier_partition(
-                base, config, items, facts["inputs"], cut=cut, erased=erased
-            )
+                base, config, items, facts["inputs"], cut=cut, erased=erased, user_values=user_values,
+            )  # fmt: skip
         seen = partition(
             config,
             items,
@@ -235,6 +242,7 @@ def _prepare(
             restart=holdout.restart,
             erased=erased,
             earlier=earlier,
+            values=values.users,
         )
         pinned = pinning.result()
     if not seen.users:
@@ -266,7 +274,7 @@ def _prepare(
     build.finish(*files)
     counted = seen.counted
     build.report("begin", {
-        **facts, **laid,
+        **facts, **laid, "user_values": user_values,
         "bundle_files": pinned,
         "user_seed": seen.seed, "users": seen.users, "interactions": counted.interactions,
         "unknown_items": counted.unknown_items, "late": counted.late, "attributes": attributes,
