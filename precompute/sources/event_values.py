@@ -30,7 +30,7 @@ _Found = tuple[Ids, dict[str, Any]]
 
 
 class EventValues(NamedTuple):
-    """What events set for users and for items; the newest position counts, whatever a table says."""
+    """Values that events set for users and for items; the newest position counts, whatever a table says."""
 
     users: EntityValues = NO_VALUES
     items: EntityValues = NO_VALUES

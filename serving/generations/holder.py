@@ -58,7 +58,7 @@ class Shelf:
         self.blocklist = Blocklist()
         self.is_blocklist_known = False
         self.attributes = AttributeEvents()
-        """What events set, filled by who follows these; `take_values` puts it in force."""
+        """Attributes that events set, filled by who follows these; `take_values` puts them in force."""
         self.pass_on: Callable[[Blocklist], Coroutine[Any, Any, None]] | None = None
         """Told of each blocklist that is in force from then on."""
         self._own, self._beside = Blocklist(), Blocklist()
