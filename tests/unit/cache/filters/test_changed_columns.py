@@ -123,17 +123,17 @@ def test_an_unknown_attribute_is_counted_and_changes_nothing() -> None:
 
 
 def test_what_is_known_of_other_attributes_is_kept() -> None:
-    items = [{"price": each, "stock": True} for each in range(50)]
+    items: list[Any] = [{"price": each, "stock": True} for each in range(50)]
     filtering = Filtering(attributes_of(items), np.zeros((50, 2), np.float32))
     cheap, stocked = read_filter({"<": ["price", 10]}), read_filter({"==": ["stock", True]})
-    both = read_filter({"and": [cheap_ := {"<": ["price", 5]}, {"not": {"==": ["stock", False]}}]})
+    both = read_filter({"and": [{"<": ["price", 5]}, {"not": {"==": ["stock", False]}}]})
     before = filtering.passing(cheap)
     for each in (stocked, both):
         filtering.passing(each)
 
     changed, _ = filtering.changed_by([ItemValue(0, "stock", False)])
 
-    assert cheap_ and changed.kept(cheap) is before
+    assert changed.kept(cheap) is before
     assert changed.kept(stocked) is None and changed.kept(both) is None
     assert changed.passing(stocked).count == 49 and filtering.passing(stocked).count == 50
 
@@ -143,9 +143,8 @@ def test_declared_filters_differ_by_what_they_compare() -> None:
         "cheap": read_filter({"<": ["price", 10]}),
         "stocked": read_filter({"==": ["stock", True]}),
     }
-    filtering = Filtering(
-        attributes_of([{"price": 1}]), np.zeros((1, 2), np.float32), declared=declared
-    )
+    items: list[Any] = [{"price": 1}]
+    filtering = Filtering(attributes_of(items), np.zeros((1, 2), np.float32), declared=declared)
     assert not filtering.differs("cheap")
 
     changed, _ = filtering.changed_by([ItemValue(0, "price", 20)])

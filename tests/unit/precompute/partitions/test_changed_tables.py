@@ -144,7 +144,7 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
         partition(
             config, items, folder / "work", before=None, feature_columns=["age"], values=values
         )
-        found = {}
+        found: dict[str, Any] = {}
         for shard in range(shards):
             part = read_shard(folder / "work", shard, history_limit=9)
             ages_ = part.features["age"].to_pylist()
