@@ -28,6 +28,8 @@ from tests.integration.feature_towers import (
 from tests.opened import open_generation
 
 ATTRIBUTES = ("stock", "brand")
+FIRST, SECOND = "2026-02-10T00:00:00Z", "2026-02-11T00:00:00Z"
+"""Cuts behind all clicks: a base that leaves none out may be taken over."""
 
 
 def prepared(folder: Path, redis_url: str) -> NightConfig:
@@ -135,17 +137,17 @@ def test_a_night_takes_over_what_events_set(
 ) -> None:
     config = prepared(tmp_path, redis_url)
     events = told(config)
-    nights.publish_night(config, nights.UNTIL)  # a base, in which nothing of this was set
+    nights.publish_night(config, FIRST)  # a base, in which nothing of this was set
     write_events(config.path("events.parquet"), events)
     read = EventValues.read
 
     with monkeypatch.context() as patch:
         files = [config.path("events.parquet")]
         patch.setattr(EventValues, "read", lambda _files, without: read(files, without))
-        found = nights.publish_night(config, nights.NEXT)
+        found = nights.publish_night(config, SECOND)
 
     changed = replace(with_changed_tables(config, events), reuse="off")
-    wanted = nights.publish_night(changed, nights.NEXT)
+    wanted = nights.publish_night(changed, SECOND)
     assert contents(config, found) == contents(changed, wanted)
     begun = Build(config, config.store(), found).need("begin")
     assert begun["base"]["generation"] and begun["base"]["read_because"] == VALUES
