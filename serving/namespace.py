@@ -10,7 +10,7 @@ from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
 from serving.components import Keyed
 from serving.config.settings import ServingConfig
-from serving.generations.holder import Shelf
+from serving.generations.holder import VALUES_S, Shelf
 from serving.generations.pointer_follower import Follower
 from serving.generations.redis_clock import RedisClock
 from serving.generations.snapshot import Snapshot
@@ -96,6 +96,8 @@ class HeldNamespace:
             follower, store, control, beat, poll_s=config.poll_s,
             blocklist_poll_s=config.blocklist_poll_s, heartbeat_s=config.heartbeat_s, in_thread=in_thread,
         )  # fmt: skip
+        if config.events.enabled:
+            refresher.also(VALUES_S, shelf.take_values)
         if config.sketch_s:
             refresher.also(config.sketch_s, sketch.report)
         return cls(keyed, store, clock, sketch, shelf, follower, trial, refresher)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -17,6 +18,10 @@ NO_FLAG: Final = 2
 """Value of a flag that an item does not have."""
 NO_TIME: Final = np.iinfo(np.int64).min
 """Value of a time that an item does not have; of a number it is NaN."""
+
+_MICROSECONDS: Final = 1_000_000
+_SECONDS_MAX: Final = 1e11
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 DTYPES: Final[Mapping[AttributeKind, str]] = {
     "text": "<u4", "texts": "<u4", "number": "<f8", "flag": "u1", "time": "<i8",
@@ -58,6 +63,17 @@ class AttributeColumn:
     values: NDArray[Any]
     offsets: NDArray[np.uint64] | None = None
     names: Names | None = None
+
+    def have(self, text: str, ordinals: NDArray[Any]) -> NDArray[np.bool_]:
+        """Mask of the items of a list that have a text, in a column of one or several."""
+        code = -1 if self.names is None else self.names.code_of(text)
+        if code < 0:
+            return np.zeros(len(ordinals), np.bool_)
+        if self.offsets is None:
+            return np.asarray(self.values[ordinals] == np.uint32(code), np.bool_)
+        spans = [self.offsets[each : each + 2].tolist() for each in ordinals.tolist()]
+        found = [bool((self.values[first:last] == code).any()) for first, last in spans]
+        return np.array(found, np.bool_)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,3 +121,17 @@ def _open(root: Path, kind: AttributeKind, files: Mapping[str, str], count: int)
     else:
         values = map_file(root / files["values"], dtype, (count,))
     return AttributeColumn(kind, values, offsets, names)
+
+
+def moment_us(value: object) -> int | None:
+    """Microseconds since 1970 of ISO 8601 (UTC without a zone) or Unix seconds; None for anything else."""
+    if isinstance(value, str):
+        try:
+            found = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+        moment = found if found.tzinfo else found.replace(tzinfo=UTC)
+        return (moment - _EPOCH) // timedelta(microseconds=1)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return round(value * _MICROSECONDS) if abs(value) <= _SECONDS_MAX else None

@@ -1,6 +1,7 @@
 """Filter expressions: read from JSON within bounds, whatever is wrong refused with its place. Pure."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
@@ -58,6 +59,19 @@ class Filter:
 
     root: Expression
     key: bytes
+
+    @property
+    def attributes(self) -> frozenset[str]:
+        """Names of the attributes that it compares."""
+        return frozenset(_names_in(self.root))
+
+
+def _names_in(expression: Expression) -> Iterator[str]:
+    if isinstance(expression, Comparing):
+        yield expression.attribute
+        return
+    for each in expression.parts:
+        yield from _names_in(each)
 
 
 def read_filter(value: object) -> Filter:

@@ -1,6 +1,7 @@
 """Filtering of one generation: what passes, and the best of it for a vector."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Self
 
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from cache.filters.attributes import ItemAttributes
 from cache.filters.best import BestOf
+from cache.filters.changed_columns import ChangedColumns, ItemValue, with_values
 from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.masks import Masks, Passing
 from cache.format.item_table import ItemTable
@@ -45,6 +47,8 @@ class Filtering:
         declared: Mapping[str, Filter] | None = None,
     ) -> None:
         self.attributes = attributes
+        self.changed: frozenset[str] = frozenset()
+        """Attributes of which some item has another value than the night wrote."""
         self._declared = declared or {}
         self._masks = Masks(attributes, bytes_max)
         self._best = BestOf(vectors)
@@ -56,6 +60,21 @@ class Filtering:
             return None
         declared = {name: read_filter(each.expression) for name, each in manifest.filters.items()}
         return cls(ItemAttributes.open(root, manifest), items.vectors, declared=declared)
+
+    def changed_by(self, values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
+        """Filtering with values of some items set anew, and what came of them; this one where nothing differs."""
+        found = with_values(self.attributes, values)
+        if not found.changed:
+            return self, found
+        made = copy(self)
+        made.attributes, made.changed = found.attributes, self.changed | found.changed
+        made._masks = self._masks.changed(found.attributes, found.changed)
+        return made, found
+
+    def differs(self, name: str) -> bool:
+        """True if a declared filter may let other items pass than it did in the night."""
+        found = self._declared.get(name)
+        return found is not None and not found.attributes.isdisjoint(self.changed)
 
     def kept(self, filter_: Filter | str) -> Passing | None:
         """Items that pass, where that is known already."""

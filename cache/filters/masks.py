@@ -1,22 +1,27 @@
 """Masks of items that pass a filter: made once for each distinct one over a generation, and kept within bytes."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Self
 
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from cache.filters.attributes import NO_CODE, NO_FLAG, NO_TIME, AttributeColumn, ItemAttributes
+from cache.filters.attributes import (
+    NO_CODE,
+    NO_FLAG,
+    NO_TIME,
+    AttributeColumn,
+    ItemAttributes,
+    moment_us,
+)
 from cache.filters.expression import Combining, Comparing, Expression, Filter, InvalidFilter, Scalar
 from cache.format.manifest import AttributeKind
 
 Mask = NDArray[np.bool_]
 
-MICROSECONDS: Final = 1_000_000
 _EQUAL: Final = ("==", "in", "exists")
 _ORDERED: Final = ("==", "in", "<", "<=", ">", ">=", "exists")
 OPERATORS: Final[Mapping[AttributeKind, tuple[str, ...]]] = {
@@ -70,15 +75,25 @@ class Masks:
 
     def __init__(self, attributes: ItemAttributes, bytes_max: int) -> None:
         self.attributes = attributes
-        self._kept: LRUCache[bytes, Passing] = LRUCache(
-            bytes_max, getsizeof=lambda each: each.bits.nbytes + _OVERHEAD
+        self._kept: LRUCache[bytes, tuple[Passing, frozenset[str]]] = LRUCache(
+            bytes_max, getsizeof=lambda each: each[0].bits.nbytes + _OVERHEAD
         )
         self._lock = threading.Lock()
 
     def kept(self, filter_: Filter) -> Passing | None:
         """Items that pass, where that is known already."""
         with self._lock:
-            return self._kept.get(filter_.key)
+            found = self._kept.get(filter_.key)
+        return None if found is None else found[0]
+
+    def changed(self, attributes: ItemAttributes, changed: Set[str]) -> "Masks":
+        """Masks over other columns, which keep what is known of filters that compare none of the changed ones."""
+        made = Masks(attributes, int(self._kept.maxsize))
+        with self._lock:
+            for key, each in self._kept.items():
+                if not each[1] & changed:
+                    made._kept[key] = each
+        return made
 
     def of(self, filter_: Filter) -> Passing:
         """Items that pass; raises InvalidFilter for a filter that does not fit the attributes."""
@@ -87,7 +102,7 @@ class Masks:
             found = Passing.of(mask_of(filter_.root, self.attributes))
             if found.bits.nbytes + _OVERHEAD <= self._kept.maxsize:
                 with self._lock:
-                    self._kept[filter_.key] = found
+                    self._kept[filter_.key] = found, filter_.attributes
         return found
 
 
@@ -195,21 +210,10 @@ def _code(column: AttributeColumn, value: Scalar, each: Comparing) -> int:
 
 
 def _moment(value: Scalar, each: Comparing) -> int:
-    """Microseconds since 1970 of ISO 8601 (UTC without a zone) or Unix seconds."""
-    if isinstance(value, str):
-        try:
-            found = datetime.fromisoformat(value)
-        except ValueError:
-            raise _unfit(each, "a time (ISO 8601, or seconds since 1970)") from None
-        moment = found if found.tzinfo else found.replace(tzinfo=UTC)
-        return (moment - _EPOCH) // timedelta(microseconds=1)
-    if isinstance(value, bool) or abs(value) > _SECONDS_MAX:
+    found = moment_us(value)
+    if found is None:
         raise _unfit(each, "a time (ISO 8601, or seconds since 1970)")
-    return round(value * MICROSECONDS)
-
-
-_SECONDS_MAX: Final = 1e11
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+    return found
 
 
 def _unfit(each: Comparing, wanted: str) -> InvalidFilter:

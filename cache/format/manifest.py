@@ -222,10 +222,14 @@ class SeenPart:
 
 @dataclass(frozen=True, slots=True)
 class EventsRead:
-    """Events that a generation has: those up to a position, and how many items of a history its models were given."""
+    """Events that a generation has: those up to a position, and how many items of a history its models were given.
+
+    `facets` has the attribute of each facet's table: events may set it anew.
+    """
 
     until: str
     history_limit: int
+    facets: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from precompute.partitions.grouping import sort_unique
 from precompute.partitions.shard_files import first_hash
 from precompute.partitions.shard_input import Hasher
 from precompute.sources.columns import as_rows, raws_of, text_hashes
+from precompute.sources.event_values import NO_VALUES, EntityValues, with_event_values
 from precompute.sources.features import read_values
 from precompute.sources.files import source_file
 from precompute.sources.readers import read_features
@@ -58,17 +59,18 @@ def write_catalogue(
     hasher: Hasher = hash_ids,
     erased: Collection[bytes] = (),
     left_out: Any = None,
+    values: EntityValues = NO_VALUES,
     unusable: Unusable | None = None,
 ) -> dict[str, Any]:
     """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
 
     The items are those of the feature table if there is one, else the bundle's. An item that the models cannot
     answer for (not in their vocabulary, where they want an index; or among `left_out`, Arrow strings) is left out and
-    counted; an erased one is just not there. A row without an id, with one that came before, or whose features the item
-    tower cannot use is left out and noted in `unusable`.
+    counted; an erased one is just not there. A row without an id, with one that came before, or whose features (with
+    the `values` that events set) the item tower cannot use is left out and noted in `unusable`.
     """
     vocabulary = bundle.vocabulary
-    listed = _listed(config, bundle, Unusable() if unusable is None else unusable)
+    listed = _listed(config, bundle, values, Unusable() if unusable is None else unusable)
     if listed is None or not len(listed):
         listed = vocabulary.texts
     gone = pa.array(sorted(raw.decode() for raw in erased), pa.string())
@@ -101,7 +103,7 @@ def write_catalogue(
     }
 
 
-def _listed(config: NightConfig, bundle: Bundle, unusable: Unusable) -> Any:
+def _listed(config: NightConfig, bundle: Bundle, events: EntityValues, unusable: Unusable) -> Any:
     """Items of the feature table that the item tower can use, each once: its first row counts."""
     if not config.sources.item_features:
         return None
@@ -111,8 +113,12 @@ def _listed(config: NightConfig, bundle: Bundle, unusable: Unusable) -> Any:
     ]
     columns = sorted({str(each.column) for each in specs})
     chunks, usable = [], [np.empty(0, np.bool_)]
-    for ids, values in read_features(
+    read = read_features(
         path, config.sources.item_column, columns, source=ITEM_ROWS, unusable=unusable
+    )
+    # What an event set wrongly is noted where the columns are pinned.
+    for ids, values in with_event_values(
+        read, events, source=ITEM_ROWS, kind="item", unusable=Unusable()
     ):
         chunks.append(ids.texts())
         usable.append(_note_values(chunks[-1], values, specs, path.name, unusable))

@@ -10,7 +10,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
-from cache.filters.attributes import DTYPES, NO_CODE, NO_FLAG, NO_TIME
+from cache.filters.attributes import (
+    DTYPES,
+    NO_CODE,
+    NO_FLAG,
+    NO_TIME,
+    AttributeColumn,
+    ItemAttributes,
+    Names,
+)
+from cache.filters.changed_columns import BEYOND, TOO_LONG, ItemValue, with_values
 from cache.filters.expression import TEXT_BYTES_MAX
 from cache.format.item_table import ItemTable
 from cache.format.manifest import AttributeKind
@@ -19,13 +28,12 @@ from precompute.config.settings import NightConfig
 from precompute.partitions.catalogue import ITEM_ROWS
 from precompute.partitions.item_features import columns_by_ordinal
 from precompute.sources.columns import as_rows, is_text
+from precompute.sources.event_values import NO_VALUES, EntityValues
 from precompute.sources.files import SourceFile, feature_file
 from precompute.sources.moments import microseconds
 from precompute.sources.unusable import NOT_FINITE, Unusable
 
 FOLDER: Final = "items/attributes"
-TOO_LONG: Final = f"a text of more than {TEXT_BYTES_MAX} bytes"
-BEYOND: Final = "a whole number beyond 2**53"
 _EXACT: Final = 2**53
 
 Files = tuple[AttributeKind, dict[str, str]]
@@ -33,12 +41,18 @@ Files = tuple[AttributeKind, dict[str, str]]
 
 
 def write_item_attributes(
-    config: NightConfig, items: ItemTable, root: Path, *, unusable: Unusable | None = None
+    config: NightConfig,
+    items: ItemTable,
+    root: Path,
+    *,
+    values: EntityValues = NO_VALUES,
+    unusable: Unusable | None = None,
 ) -> dict[str, Files]:
     """Write a column for each configured attribute; returns its kind and files by name.
 
-    A value that cannot be kept is noted, and the item lacks that attribute. Raises SourceError for a column that is not
-    there, or of a type that no attribute has, ConfigError for a facet of one without texts.
+    They have the `values` that events set, put in as the service does. A value that cannot be kept is noted,
+    and the item lacks that attribute. Raises SourceError for a column that is not there, or of a type that no attribute
+    has, ConfigError for a facet of one without texts.
     """
     names = config.sources.item_attributes
     if not names:
@@ -46,10 +60,9 @@ def write_item_attributes(
     path = feature_file(config, "item", names[0])
     placed = columns_by_ordinal(path, config.sources.item_column, names, items)
     noted = Unusable() if unusable is None else unusable
-    found = {
-        name: _write(root, number, _column(placed[name], path, name, items, noted))
-        for number, name in enumerate(names)
-    }
+    read = {name: _column(placed[name], path, name, items, noted) for name in names}
+    columns = _with_values(read, items, values, noted)
+    found = {name: _write(root, number, columns[name]) for number, name in enumerate(names)}
     for facet, each in config.facets.items():
         if (kind := found[each.attribute][0]) not in ("text", "texts"):
             raise ConfigError(
@@ -60,6 +73,51 @@ def write_item_attributes(
 
 
 Arrays = dict[str, NDArray[Any]]
+
+
+def _with_values(
+    columns: Mapping[str, tuple[AttributeKind, Arrays]],
+    items: ItemTable,
+    values: EntityValues,
+    unusable: Unusable,
+) -> Mapping[str, tuple[AttributeKind, Arrays]]:
+    """The columns with what events set for items that there are; other attributes of theirs are no concern here."""
+    raws = list(values)
+    places = zip(items.ordinals_of(raws).tolist(), raws, strict=True)
+    given = [
+        ItemValue(ordinal, name, value)
+        for ordinal, raw in places
+        if ordinal >= 0
+        for name, value in values[raw].items()
+        if name in columns
+    ]
+    if not given:
+        return columns
+    count = items.count
+    found = with_values(
+        ItemAttributes(count, {n: _as_column(*each) for n, each in columns.items()}), given
+    )
+    for name, reasons in found.unfit.items():
+        for why, ordinals in reasons.items():
+            cases = ({"item": items.id_of(each)} for each in ordinals)
+            unusable.note(f"{ITEM_ROWS}.{name}", why, len(ordinals), cases)
+    return {name: (each.kind, _as_arrays(each)) for name, each in found.attributes.columns.items()}
+
+
+def _as_column(kind: AttributeKind, arrays: Arrays) -> AttributeColumn:
+    names = None
+    if "names" in arrays:
+        names = Names(arrays["names"], arrays["name_offsets"])
+    return AttributeColumn(kind, arrays["values"], arrays.get("offsets"), names)
+
+
+def _as_arrays(column: AttributeColumn) -> Arrays:
+    arrays = {"values": column.values}
+    if column.offsets is not None:
+        arrays["offsets"] = column.offsets
+    if column.names is not None:
+        arrays |= {"names": column.names.data, "name_offsets": column.names.offsets}
+    return arrays
 
 
 def _column(

@@ -15,6 +15,7 @@ from cache.store.artefacts import write_atomically
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.partitions.catalogue import ITEM_FEATURES, ITEM_ROWS, ordinals_of_texts
+from precompute.sources.event_values import NO_VALUES, EntityValues, with_event_values
 from precompute.sources.features import read_values, wide
 from precompute.sources.files import SourceFile, feature_file
 from precompute.sources.readers import read_features
@@ -65,11 +66,12 @@ def write_item_features(
     items: ItemTable,
     root: Path,
     *,
+    values: EntityValues = NO_VALUES,
     unusable: Unusable | None = None,
 ) -> str | None:
     """Pin the feature columns that models of items want, a row per ordinal; the file, None when none is wanted.
 
-    Values that a value model cannot use are noted: the item has no record of it.
+    They have the `values` that events set. Those that a value model cannot use are noted: the item has no record of it.
     """
     columns = sorted({
         str(each.column)
@@ -79,16 +81,17 @@ def write_item_features(
     if not columns:
         return None
     path = feature_file(config, "item", columns[0])
-    placed = columns_by_ordinal(path, config.sources.item_column, columns, items)
+    noted = Unusable() if unusable is None else unusable
+    placed = columns_by_ordinal(
+        path, config.sources.item_column, columns, items, values=values, unusable=noted
+    )
     for spec in {
         each
         for model in bundle.values.values()
         if model.entity == "item"
         for each in model.spec.features
     }:
-        _note_unusable(
-            items, placed[str(spec.column)], spec, Unusable() if unusable is None else unusable
-        )
+        _note_unusable(items, placed[str(spec.column)], spec, noted)
     table = pa.table(placed)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -98,10 +101,21 @@ def write_item_features(
 
 
 def columns_by_ordinal(
-    path: SourceFile, id_column: str, columns: Sequence[str], items: ItemTable
+    path: SourceFile,
+    id_column: str,
+    columns: Sequence[str],
+    items: ItemTable,
+    *,
+    values: EntityValues = NO_VALUES,
+    unusable: Unusable | None = None,
 ) -> dict[str, Any]:
-    """Columns of a feature table as Arrow arrays with a value for each item, null for one that is not in it."""
-    batches = list(read_features(path, id_column, columns))
+    """Columns of a feature table as Arrow arrays with a value for each item, null for one that is not in it.
+
+    With the `values` that events set; those of another kind than their column are noted.
+    """
+    noted = Unusable() if unusable is None else unusable
+    read = read_features(path, id_column, columns)
+    batches = list(with_event_values(read, values, source=ITEM_ROWS, kind="item", unusable=noted))
     ordinals = np.concatenate([_ordinals(items, ids.texts()) for ids, _ in batches])
     known = np.flatnonzero(ordinals >= 0)[::-1]  # of an item that comes twice, its first row
     rows = np.full(items.count, -1, np.int64)

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from cache.errors import SourceError
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
@@ -46,27 +45,24 @@ from precompute.partitions.shard_input import (
     slice_shard,
 )
 from precompute.partitions.stages import Stages
-from precompute.partitions.user_vectors import VECTOR_ROWS, write_vectors
-from precompute.sources.columns import Ids, text_hashes
-from precompute.sources.features import read_values
-from precompute.sources.files import SourceFile, feature_file
-from precompute.sources.readers import (
-    Interactions,
-    feature_schema,
-    read_features,
-    read_interactions,
+from precompute.partitions.user_tables import (
+    IDS,
+    USER_ROWS,
+    VECTOR_ROWS,
+    write_features,
+    write_vectors,
 )
+from precompute.sources.columns import text_hashes
+from precompute.sources.event_values import NO_VALUES, EntityValues
+from precompute.sources.readers import Interactions, read_interactions
 from precompute.sources.unusable import AGAIN, CASES, Unusable, merged
 
-USER_ROWS = "user_features"
-"""Name of the feature table of users in reports."""
 COUNTED_AT_ONCE = 2
 """Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
 
 FILES_AT_ONCE = 2
 """Files of each shard that are written at the same time: rows and ids (and who is touched)."""
 
-_IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
 _ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
 _PLACED_ROWS = _ROWS.append(pa.field(POSITION, pa.int64()))
 _TOUCHED = pa.schema([(HASH, pa.uint64())])
@@ -101,15 +97,16 @@ def partition(
     erased: Erased = NOBODY,
     earlier: Earlier | None = None,
     events: Sequence[SourceFile] = (),
+    values: EntityValues = NO_VALUES,
 ) -> Partitioned:
     """Write each shard's Arrow files (`kinds_in`) into `folder`, trying seeds until no id collides.
 
     The rows of an `earlier` partition are taken over, source files that are not in it are read, and the users of whom
     more, or less, is known than then are written down (TOUCHED). No cut leaves out what files of `events` have.
-    Users' vectors, if the night is given any, must have `dims` numbers. What is erased is in none of the files, nor in
-    what `late` is told; `restart` is called before the sources are read once more. Values that one of `feature_inputs`
-    cannot use are noted. Raises ConfigError where this process may not open a file for each shard, SourceError for an
-    input that no row can fill.
+    Features have the `values` that events set for users. Users' vectors, if the night is given any, must have `dims`
+    numbers. What is erased is in none of the files, nor in what `late` is told; `restart` is called before the sources
+    are read once more. Values that one of `feature_inputs` cannot use are noted. Raises ConfigError where this process
+    may not open a file for each shard, SourceError for an input that no row can fill.
     """
     folder.mkdir(parents=True, exist_ok=True)
     allow_files((FILES_AT_ONCE + (earlier is not None)) * config.shards)
@@ -122,9 +119,9 @@ def partition(
             events,
         )  # fmt: skip
         if earlier is None:
-            _write_features(config, folder, seed, columns, feature_inputs, hasher, erased, unusable)
+            named = partial(hashes_of, seed=seed, hasher=hasher)
+            write_features(config, folder, named, columns, feature_inputs, values, erased, unusable)
             if config.sources.user_vectors:
-                named = partial(hashes_of, seed=seed, hasher=hasher)
                 write_vectors(config, folder, dims, named, erased, unusable)
         with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
             # What is taken over was counted when it was read.
@@ -188,7 +185,7 @@ def _write(
     schema = _PLACED_ROWS if config.events.enabled else _ROWS
     with (
         _files(folder, "rows", config.shards, schema) as rows,
-        _files(folder, "ids", config.shards, _IDS) as ids,
+        _files(folder, "ids", config.shards, IDS) as ids,
         ExitStack() as others,
         Stages() as stages,
     ):
@@ -219,7 +216,7 @@ def _write(
         for batch, hashes, places in made:
             shards = shard_of(hashes, config.shards).astype(np.uint16)
             codes, ordinals = batch.users.codes, places[batch.items.codes]
-            ids.write(pa.table([batch.users.names, hashes], schema=_IDS), shards)
+            ids.write(pa.table([batch.users.names, hashes], schema=IDS), shards)
             placed_rows = [hashes[codes], ordinals, batch.times]
             if config.events.enabled:
                 own = np.zeros(len(codes), np.int64)
@@ -236,56 +233,6 @@ def _write(
             without_item += len(codes) - len(known)
             progress(count)
     return InteractionCounts(count, without_item, popularity, unknown.all(), newer)
-
-
-def _write_features(
-    config: NightConfig,
-    folder: Path,
-    seed: int,
-    columns: Sequence[str],
-    inputs: Sequence[InputSpec],
-    hasher: Hasher,
-    erased: Erased,
-    unusable: Unusable,
-) -> None:
-    schema: Any = _IDS
-    batches: Any = ()
-    if columns:
-        path = feature_file(config, "user", columns[0])
-        kinds = feature_schema(path, columns)
-        schema = pa.schema([*_IDS, *((name, kinds.field(name).type) for name in columns)])
-        batches = read_features(
-            path, config.sources.user_column, columns, source=USER_ROWS, unusable=unusable
-        )
-    filled = dict.fromkeys(inputs, 0)
-    count = 0
-    with _files(folder, "features", config.shards, schema) as files:
-        for ids, values in batches:
-            count += len(ids)
-            for each in inputs:
-                filled[each] += _note_values(ids, values[str(each.column)], each, unusable)
-            hashes = hashes_of(ids, seed, hasher)
-            table = pa.table([ids.texts(), hashes, *values.values()], schema=schema)
-            if erased.users:
-                kept = erased.keeps_users(ids)
-                table, hashes = table.filter(pa.array(kept)), hashes[kept]
-            files.write(table, shard_of(hashes, config.shards))
-    for each, rows in filled.items():
-        if count and not rows:
-            raise SourceError(
-                f"{config.sources.user_features}: column {each.column!r} has no value that the model's input "
-                f"{each.name!r} can use, in none of {count:,} rows",
-                column=each.column,
-            )
-
-
-def _note_values(ids: Ids, column: Any, spec: InputSpec, unusable: Unusable) -> int:
-    """Number of a batch's values that an input can use; those that say nothing are noted, missing ones are not."""
-    values = read_values(column, spec)
-    unusable.looked_at(source := f"{USER_ROWS}.{spec.column}", len(ids))
-    if values.bad:
-        unusable.note_rows(source, values.bad, lambda row: {"user": ids.name_of(row)})
-    return int(values.usable.sum())
 
 
 def _files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:

@@ -30,7 +30,7 @@ from precompute.partitions.shard_files import (
     read_stream,
     shard_paths,
 )
-from precompute.partitions.user_vectors import vectors_of
+from precompute.partitions.user_tables import vectors_of
 from precompute.sources.columns import Ids, hashes_of_texts, raws_of
 
 Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]

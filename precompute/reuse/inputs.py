@@ -13,9 +13,8 @@ from precompute.config.settings import NightConfig, parse_time
 from precompute.erasures.erasure import Erased
 from precompute.partitions.catalogue import item_texts
 from precompute.partitions.earlier import POPULARITY, UNKNOWN, UNKNOWN_SEED, Earlier
-from precompute.partitions.partition import USER_ROWS
 from precompute.partitions.shard_files import kinds_of
-from precompute.partitions.user_vectors import VECTOR_ROWS
+from precompute.partitions.user_tables import USER_ROWS, VECTOR_ROWS
 from precompute.reuse.base import Base
 from precompute.reuse.items import places_of_items, turned
 from precompute.sources.columns import text_hashes
@@ -26,6 +25,7 @@ LATE: Final = "the base left out interactions from after its cut"
 CUT: Final = "the base's cut is not before this one"
 FILES: Final = "source files changed, vanished or came in between"
 TABLES: Final = "another table of users' features or vectors"
+VALUES: Final = "events set features of users since"
 BACK: Final = "an item is new that earlier interactions name"
 DAMAGED: Final = "a file of the base is damaged or gone"
 
@@ -76,10 +76,12 @@ def earlier_partition(
     cut: str | None,
     erased: Erased,
     events: int = 0,
+    user_values: str = "",
 ) -> tuple[Earlier | None, str]:
     """(the base's partition as this night takes it over, "") or (None, why all source files are read).
 
-    `events` is how many of the inputs are files of events; they stand behind the team's own.
+    `events` is how many of the inputs are files of events; they stand behind the team's own. `user_values` is the
+    digest of what events set for users of whatever the models take.
     """
     begun = base.begun
     if list(begun.get("erased", ())) != list(erased.numbers):
@@ -98,6 +100,8 @@ def earlier_partition(
         has_table and not base.has_lists  # another bundle wants other columns of it, or none
     ):
         return None, TABLES
+    if begun.get("user_values", "") != user_values:
+        return None, VALUES
     try:
         return _taken(base, config, items, *map(len, theirs))
     except (CorruptArtefact, UnknownGeneration, FileNotFoundError):

@@ -20,6 +20,7 @@ from precompute.reuse.base import Base
 from precompute.reuse.items import KeptVectors, write_item_digests
 from precompute.scoring.encoding import finite_rows
 from precompute.scoring.shard import embed_catalogue
+from precompute.sources.event_values import NO_VALUES, EntityValues
 from precompute.sources.unusable import NOT_FINITE, Unusable
 
 
@@ -31,15 +32,18 @@ def lay_out_items(
     erased: Collection[bytes],
     unusable: Unusable,
     base: Base | None = None,
+    values: EntityValues = NO_VALUES,
 ) -> tuple[dict[str, Any], str | None]:
     """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
 
-    Vectors that `base` has are known to be finite. An item whose vector is not is left out, and noted as an output of
-    the item tower; raises SourceError where that is every item.
+    Features have the `values` that events set. Vectors that `base` has are known to be finite. An item whose vector is
+    not is left out, and noted as an output of the item tower; raises SourceError where that is every item.
     """
-    laid = catalogue.write_catalogue(config, bundle, root, erased=erased, unusable=unusable)
+    laid = catalogue.write_catalogue(
+        config, bundle, root, erased=erased, values=values, unusable=unusable
+    )
     items = catalogue.open_items(root, laid)
-    columns = write_item_features(config, bundle, items, root, unusable=unusable)
+    columns = write_item_features(config, bundle, items, root, values=values, unusable=unusable)
     write_item_digests(bundle, items, root)
     bad = _not_finite(config, bundle, items, root, base)
     source = f"outputs of {bundle.item_tower.name}"
@@ -48,9 +52,11 @@ def lay_out_items(
         unusable.note_rows(source, {NOT_FINITE: bad}, lambda row: {"item": items.id_of(row)})
         unusable.demand_some(source, f"the {source}")
         left_out = catalogue.item_texts(items).filter(pa.array(bad))
-        laid = catalogue.write_catalogue(config, bundle, root, erased=erased, left_out=left_out)
+        laid = catalogue.write_catalogue(
+            config, bundle, root, erased=erased, left_out=left_out, values=values
+        )
         items = catalogue.open_items(root, laid)
-        columns = write_item_features(config, bundle, items, root)
+        columns = write_item_features(config, bundle, items, root, values=values)
         write_item_digests(bundle, items, root)
     return laid, columns
 

@@ -45,6 +45,8 @@ from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import shares, write_defaults, write_facets
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
+from precompute.sources.event_values import EventValues
+from precompute.sources.event_values import digest_of as values_digest
 from precompute.sources.files import all_files, digest_of, pin
 from precompute.sources.formats import INTERACTIONS
 from precompute.sources.unusable import Unusable, merged
@@ -198,6 +200,8 @@ def _prepare(
         each for model in bundle.models if model.entity == "user" for each in model.spec.features
     ]
     unusable = Unusable(erased.users | erased.items)
+    values = EventValues.read(events.files, {"user": erased.users, "item": erased.items})
+    user_values = values_digest(values.users, {str(each.column) for each in inputs})
     unchanged = unchanged_sources(build, sources_digest, events.files)
     with unchanged, ThreadPoolExecutor(1, "bundle") as beside:
         pinning = beside.submit(pin_bundle, build, bundle)
@@ -208,16 +212,19 @@ def _prepare(
             progress("read interactions", rows, 0)
 
         laid, item_columns = lay_out_items(
-            config, bundle, build.root, erased=erased.items, unusable=unusable, base=base
-        )
+            config, bundle, build.root, erased=erased.items, unusable=unusable, base=base,
+            values=values.items,
+        )  # fmt: skip
         items = catalogue.open_items(build.root, laid)
-        attributes = write_item_attributes(config, items, build.root, unusable=unusable)
+        attributes = write_item_attributes(
+            config, items, build.root, values=values.items, unusable=unusable
+        )
         passing_filters(config, build.root, attributes, items.count)
         earlier, all_read = None, why
         if base is not None:
             earlier, all_read = earlier_partition(
                 base, config, items, facts["inputs"], cut=cut, erased=erased,
-                events=len(events.files),
+                events=len(events.files), user_values=user_values,
             )  # fmt: skip
         seen = partition(
             config,
@@ -232,6 +239,7 @@ def _prepare(
             erased=erased,
             earlier=earlier,
             events=events.files,
+            values=values.users,
         )
         pinned = pinning.result()
     if not seen.users:
@@ -263,7 +271,7 @@ def _prepare(
     build.finish(*files)
     counted = seen.counted
     build.report("begin", {
-        **facts, **laid,
+        **facts, **laid, "user_values": user_values,
         "bundle_files": pinned,
         "user_seed": seen.seed, "users": seen.users, "interactions": counted.interactions,
         "unknown_items": counted.unknown_items, "late": counted.late, "attributes": attributes,

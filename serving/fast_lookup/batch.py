@@ -14,7 +14,7 @@ from cache.tiers.results import Found, Outcome, Tier, Want
 from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Turn
-from serving.lookup.entity import Case, plain_case
+from serving.lookup.entity import Case, changed_facet, plain_case
 from serving.lookup.service import LookupService
 from serving.rendering.answer_fields import JSON, Answer
 from serving.rendering.arrow_rows import items_of, resolved_stream
@@ -99,6 +99,8 @@ class Batches:
         is_plain = positions >= 0
         if live.has_blocked_entities:
             is_plain &= [not live.blocks(table, raw) for raw in lookup.raws]
+        if changed_facet(live, table) is not None:
+            is_plain[:] = False
         return wants, is_plain
 
     async def read(self, lookup: Lookup, wants: Wants) -> tuple[Rows, NDArray[np.bool_]]:

@@ -20,7 +20,7 @@ from serving.fast_lookup.ready_counts import SentReady
 from serving.fast_lookup.single import Singles
 from serving.fast_lookup.single_request import Get
 from serving.generations.served_set import Holding
-from serving.lookup.entity import made_under_filter, plain_want
+from serving.lookup.entity import changed_facet, made_under_filter, plain_want
 from serving.lookup.service import LookupService
 from serving.metrics.fast_counters import GET_ROUTE
 from serving.requests import fast_parse
@@ -91,7 +91,7 @@ class Hot:
         holding, sent = self._shelf.holding, self._sent
         if holding is None or self._shelf.is_divided or self._concerns.text is not None:
             return None
-        if ready.stamp != holding.live.stamp:
+        if ready.stamp != holding.live.stamp and ready.stamp != holding.live.values_stamp:
             return None
         if ready.touch is not None:
             sent.touched(ready)
@@ -142,7 +142,11 @@ class Hot:
         options = fast_parse.tighter(options, deadline_s)
         query = scope["query_string"]
         request = scope["raw_path"] + (b"?" + query if query else b"")
-        is_plain = want.position >= 0 and not live.blocks(table, asked.raw)
+        is_plain = (
+            want.position >= 0
+            and not live.blocks(table, asked.raw)
+            and changed_facet(live, table) is None
+        )
         return Get(holding, table, asked, want, options, started, request, is_plain, passing)
 
     def joins(self, asked: Get) -> asyncio.Future[Told] | None:

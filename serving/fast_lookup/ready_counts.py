@@ -99,7 +99,8 @@ class SentReady(list[Ready]):
     def _pick(self, ready: Ready) -> None:
         """Samples an answer as it was sent, but with its age as of now; one from before a flip is passed over."""
         holding, now = self._shelf.holding, self._clock()
-        if holding is not None and holding.live.stamp == ready.stamp:
+        stamps = () if holding is None else (holding.live.stamp, holding.live.values_stamp)
+        if holding is not None and ready.stamp in stamps:
             age = orjson.dumps(round(now - ready.data_until, 3))
             body = b"".join((ready.head, age, ready.tail))
             self._picks.put(

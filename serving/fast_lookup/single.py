@@ -117,7 +117,9 @@ class Singles:
             ))  # fmt: skip
         marks = self._batches.marks(live)
         if source is Source.L1 and marks.stale is None:
-            self._tiers.keep(live.view, get.want, marks.ready(start, name, get.request))
+            by_attributes = get.passing is not None or get.table.is_facet
+            ready = marks.ready(start, name, get.request, by_attributes=by_attributes)
+            self._tiers.keep(live.view, get.want, ready)
         return start + marks.end(source, self._clock())
 
     async def _resolved(self, get: Get, outcome: Outcome | None) -> bytes:

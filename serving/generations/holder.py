@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
 from cache.control.key_split import Split
+from cache.events.attribute_events import AttributeEvents, NewerValues
+from cache.filters.changed_columns import ItemValue
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Canary, Pointer
@@ -21,6 +24,10 @@ from serving.metrics.registry import Metrics
 
 Warm = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
 """(coming, current): reads ahead for the coming one what callers ask for; nothing is current at the start."""
+
+
+VALUES_S = 0.25
+"""Seconds between looks at what events set: each new set of values makes the changed columns anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,8 @@ class Shelf:
         self.holding: Holding | None = None
         self.blocklist = Blocklist()
         self.is_blocklist_known = False
+        self.attributes = AttributeEvents()
+        """Attributes that events set, filled by who follows these; `take_values` puts them in force."""
         self.pass_on: Callable[[Blocklist], Coroutine[Any, Any, None]] | None = None
         """Told of each blocklist that is in force from then on."""
         self._own, self._beside = Blocklist(), Blocklist()
@@ -88,17 +97,20 @@ class Shelf:
 
     async def load(self, pointer: Pointer) -> Snapshot:
         """Opens a generation that should be live already; raises when it cannot be loaded."""
-        return await self._in_thread(self._open, pointer, self.blocklist)
+        return await self._current(await self._in_thread(self._open, pointer, self.blocklist))
 
     async def published(self, store: ArtefactStore, generation: str) -> Snapshot | None:
         """Opens a superseded generation as it was last released; None when that cannot be."""
-        return await self._in_thread(open_published, store, self._open, generation, self.blocklist)
+        found = await self._in_thread(open_published, store, self._open, generation, self.blocklist)
+        return None if found is None else await self._current(found)
 
     async def open(self, generation: str) -> Snapshot:
         """Opens a generation that is staged, where it holds up no other; raises when it cannot be loaded."""
         coming = Pointer(generation, 0, None, "", time.time())
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._aside, self._open, coming, self.blocklist)
+        return await self._current(
+            await loop.run_in_executor(self._aside, self._open, coming, self.blocklist)
+        )
 
     async def warm(self, coming: Snapshot) -> None:
         """Reads ahead what callers ask for; a cold start is slower, never wrong."""
@@ -184,3 +196,59 @@ class Shelf:
             if self.holding is held:
                 self.holding = blocked
         self._metrics.blocklist_version.set(self.blocklist.version)
+
+    async def take_values(self) -> None:
+        """Puts newer values of items' attributes in force for all that is held."""
+        while (held := self.holding) is not None and any(map(self._is_behind, held.snapshots)):
+            taking = self._taking(held.snapshots)
+            changed = await asyncio.to_thread(held.each, taking.into)
+            if self.holding is held:
+                self.holding = changed
+                self._metrics.set_by_events(taking.counts[held.live.generation])
+                return
+
+    def _taking(self, snapshots: Iterable[Snapshot]) -> "_Taking":
+        return _Taking({
+            each.generation: self.attributes.items_since(each.values_until)
+            for each in snapshots
+            if self._is_behind(each)
+        })  # fmt: skip
+
+    async def _current(self, snapshot: Snapshot) -> Snapshot:
+        """A snapshot that was just opened, with what events set since its night."""
+        if not self._is_behind(snapshot):
+            return snapshot
+        return await asyncio.to_thread(self._taking((snapshot,)).into, snapshot)
+
+    def _is_behind(self, snapshot: Snapshot) -> bool:
+        is_filtered = snapshot.filtering is not None
+        return is_filtered and self.attributes.newest_item > snapshot.values_until
+
+
+class _Taking:
+    """Takes over values that events set into snapshots, for any thread; `counts` by generation what came of them."""
+
+    def __init__(self, newer: Mapping[str, NewerValues]) -> None:
+        self.counts: dict[str, Counter[str]] = defaultdict(Counter)
+        self._newer = newer
+
+    def into(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot whose filters know them; items and attributes that it does not have are ignored."""
+        newer, filtering = self._newer.get(snapshot.generation), snapshot.filtering
+        if newer is None or filtering is None:
+            return snapshot
+        values = list(newer.values())
+        ordinals = snapshot.items.ordinals_of([each.raw for each in values]).tolist()
+        known = [
+            ItemValue(ordinal, each.attribute, each.value)
+            for ordinal, each in zip(ordinals, values, strict=True)
+            if ordinal >= 0
+        ]
+        made, found = filtering.changed_by(known)
+        counts = self.counts[snapshot.generation]
+        counts["unknown item"] = len(values) - len(known)
+        counts["unknown attribute"] = found.unknown
+        for reasons in found.unfit.values():
+            counts.update({why: len(each) for why, each in reasons.items()})
+        counts["set"] = len(values) - counts.total()
+        return snapshot.with_filtering(made, newer.until)

@@ -1,6 +1,7 @@
 """The generations that answers come from, as one value that a request captures when it starts."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -51,11 +52,15 @@ class Holding:
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
         """All generations under another blocklist."""
+        return self.each(lambda snapshot: snapshot.with_blocklist(blocklist))
+
+    def each(self, change: Callable[[Snapshot], Snapshot]) -> Self:
+        """All generations, each changed."""
         return dataclasses.replace(
             self,
-            live=self.live.with_blocklist(blocklist),
-            previous=self.previous and self.previous.with_blocklist(blocklist),
-            next=self.next and self.next.with_blocklist(blocklist),
+            live=change(self.live),
+            previous=self.previous and change(self.previous),
+            next=self.next and change(self.next),
         )
 
     def find(self, generation: str | None) -> Snapshot | None:

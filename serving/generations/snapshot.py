@@ -15,6 +15,7 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact, LarderError
+from cache.events.position import Position
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import hash_id, input_digest
@@ -29,6 +30,8 @@ from serving.config.settings import Precision
 from serving.requests.errors import Problem
 
 log = logging.getLogger(__name__)
+
+_STAMPS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +71,12 @@ class Snapshot:
     """Filters over its items; None where these have no attributes."""
     seen: SeenItems | None = None
     """Items that users had, where there are filters."""
-    stamp: int = field(init=False, default_factory=itertools.count(1).__next__)
+    values_until: int = 0
+    """Number of the position up to which its filters know what events set."""
+    stamp: int = field(init=False, default_factory=_STAMPS.__next__)
     """Number of this very value: also the same generation under another blocklist or release has another one."""
+    values_stamp: int = field(init=False, default_factory=_STAMPS.__next__)
+    """Number of this very value and its items' attributes, for answers that depend on these."""
 
     @classmethod
     def open(
@@ -116,6 +123,7 @@ class Snapshot:
             blocked=blocked,
             blocked_ordinals=blocked_ordinals,
             filtering=Filtering.open(root, manifest, items),
+            values_until=_until(manifest),
             seen=SeenItems.open(root, manifest, directories["user"]),
         )
 
@@ -125,6 +133,13 @@ class Snapshot:
         return dataclasses.replace(
             self, blocklist=blocklist, blocked=blocked, blocked_ordinals=ordinals
         )
+
+    def with_filtering(self, filtering: Filtering | None, values_until: int) -> Self:
+        """Snapshot of this generation whose filters know what events set up to a position."""
+        found = dataclasses.replace(self, filtering=filtering, values_until=values_until)
+        # Events set values all day: answers that depend on none stay what they are.
+        object.__setattr__(found, "stamp", self.stamp)
+        return found
 
     def released_as(self, epoch: int, published_at: float) -> Self:
         """Snapshot of this generation under a later release (a rollback to it, a restore)."""
@@ -171,6 +186,10 @@ class Snapshot:
 @functools.lru_cache(maxsize=16)
 def _digest_of_nothing(model_digest: str) -> bytes:
     return input_digest(model_digest, None, None)
+
+
+def _until(manifest: Manifest) -> int:
+    return 0 if manifest.events is None else Position.parse(manifest.events.until).number
 
 
 def _iso(at: float) -> str:

@@ -13,7 +13,7 @@ from cache.format.records.codec import Record
 from cache.tiers.results import MissReason
 from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case, Partial
+from serving.lookup.entity import Case, Partial, changed_facet
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import (
     Barred,
@@ -125,6 +125,10 @@ class Reply:
         # A live record was computed from this very history, and leaves it out.
         if source is not Source.LIVE and table.kind == "topk" and case.entity.history:
             barred += (case.history_in(snapshot).seen,)
+        column, raw = changed_facet(snapshot, table), case.entity.raw
+        if column is not None and raw is not None and record.items is not None:
+            lost = record.items[~column.have(raw.decode(), record.items)]
+            barred += (frozenset(lost.tolist()),)
         passing, reranker = turn.passing(snapshot), turn.reranker(snapshot)
         if not turn.can_take(snapshot):
             return

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cache.errors import InvalidInput
+from cache.filters.attributes import AttributeColumn
 from cache.filters.masks import Passing
 from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
@@ -163,13 +164,24 @@ def made_under_filter(snapshot: Snapshot, want: Want, options: RequestOptions) -
     """Read request for the list that the night made under the filter that is called, where it made one.
 
     Not for another order, whose candidates are those of the list that is asked: then a name would mean another answer
-    than its expression.
+    than its expression. Nor where events have changed an attribute that it compares: what passes now was not looked at.
     """
     if not isinstance(options.filter, str) or options.rerank is not None or want.position < 0:
+        return want
+    if snapshot.filtering is None or snapshot.filtering.differs(options.filter):
         return want
     declared = snapshot.manifest.filters.get(options.filter)
     table = None if declared is None else declared.tables.get(want.table.name)
     return want if table is None else want._replace(table=table)
+
+
+def changed_facet(snapshot: Snapshot, table: Table) -> AttributeColumn | None:
+    """Attribute of a facet's table, where events gave some item another value than when its lists were made."""
+    filtering, events = snapshot.filtering, snapshot.manifest.events
+    if filtering is None or not filtering.changed or events is None:
+        return None
+    name = events.facets.get(table.name)
+    return filtering.attributes.columns[name] if name in filtering.changed else None
 
 
 def plain_case(

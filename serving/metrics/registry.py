@@ -94,6 +94,11 @@ class Metrics:
         self.degraded = gauge("larder_degraded", "1 while the live path has no model")
         self.breaker = gauge("larder_breaker_state", "0 closed, 1 half open, 2 open")
         self.blocklist_version = gauge("larder_blocklist_version", "The blocklist in force here")
+        self.event_values = counter(
+            "larder_event_values",
+            "Values of items that events set, and whether the live generation's filters know them",
+            ["result"],
+        )
         self.blocklist_age = gauge(
             "larder_blocklist_age_seconds", "Since the blocklist was last read"
         )
@@ -167,6 +172,11 @@ class Metrics:
         if self.is_flipping:
             for _ in range(times):
                 self.flip_answer_seconds.observe(seconds)
+
+    def set_by_events(self, results: Mapping[str, int]) -> None:
+        """Counts values that events set, by what came of them."""
+        for result, count in results.items():
+            self._child(self.event_values, result).inc(count)
 
     def live_failed(self, table: str, reason: str) -> None:
         """Counts one input that live did not answer."""

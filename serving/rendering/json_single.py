@@ -39,11 +39,16 @@ class Marks:
         """End of an answer from one tier, at a time in Unix seconds."""
         return b"".join((self._heads[tier], self.age(now), self._tail))
 
-    def ready(self, start: bytes, asked: tuple[str, bytes], request: bytes) -> Ready:
-        """An answer from L1 whose prediction is `start`, for when it is asked for again."""
-        head = start + self._heads[Source.L1]
-        data_until = self.snapshot.manifest.data_until
-        return Ready(self.snapshot.stamp, head, self._tail, data_until, asked, request)
+    def ready(
+        self, start: bytes, asked: tuple[str, bytes], request: bytes, *, by_attributes: bool
+    ) -> Ready:
+        """An answer from L1 whose prediction is `start`, for when it is asked for again.
+
+        With `by_attributes` it depends on those of items, which events may set anew.
+        """
+        head, snapshot = start + self._heads[Source.L1], self.snapshot
+        stamp = snapshot.values_stamp if by_attributes else snapshot.stamp
+        return Ready(stamp, head, self._tail, snapshot.manifest.data_until, asked, request)
 
 
 def _around_age(origin: Answer) -> tuple[bytes, bytes]:

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from cache.model.ranking import unit
 from cache.model.tower_spec import InputSpec, TowerSpec
 from infra.demo.features.profiles import Features, Profiles
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_swap import put_in_place
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.bundles.graphs import IR_VERSION, OPSET
-from cache.model.ranking import unit
 from precompute.bundles.onnx_model import OnnxModel, read_model
 
 RIDGE = 1.0

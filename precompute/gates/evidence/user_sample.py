@@ -23,7 +23,7 @@ from precompute.partitions.shard_files import (
     shard_paths,
 )
 from precompute.partitions.shard_input import ShardInput, scratch_folder, slice_shard
-from precompute.partitions.user_vectors import VECTOR
+from precompute.partitions.user_tables import VECTOR
 from precompute.sources.columns import raws_of, text_hashes
 
 SHARDS_MAX: Final = 16

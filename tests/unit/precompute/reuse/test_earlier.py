@@ -16,9 +16,10 @@ from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions.earlier import UNKNOWN_SEED, Earlier
-from precompute.partitions.partition import USER_ROWS, Partitioned, partition
+from precompute.partitions.partition import Partitioned, partition
 from precompute.partitions.shard_files import HASH, TOUCHED, read_stream, shard_paths
 from precompute.partitions.shard_input import read_shard
+from precompute.partitions.user_tables import USER_ROWS
 from precompute.reuse.copied import paired
 from precompute.reuse.digests import of_users
 from precompute.sources.columns import text_hashes

@@ -1,6 +1,6 @@
-"""Vectors of users that a night is given: into the partition, and out of it again."""
+"""Tables of users that a night is given, features and vectors: into the partition, and vectors out of it again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,85 @@ from precompute.partitions.shard_files import (
     shard_paths,
 )
 from precompute.sources.columns import Ids
+from precompute.sources.event_values import EntityValues, with_event_values
 from precompute.sources.features import demand_type, read_values
-from precompute.sources.files import source_file
+from precompute.sources.files import feature_file, source_file
 from precompute.sources.readers import feature_schema, read_features
 from precompute.sources.unusable import Unusable
+
+IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
+"""Columns that all files of a partition's users begin with."""
 
 VECTOR = "vector"
 """Column of the partition's vectors."""
 
+USER_ROWS = "user_features"
+"""Name of the feature table of users in reports."""
+
 VECTOR_ROWS = "user_vectors"
 """Name of the table of users' vectors in reports."""
+
+
+def write_features(
+    config: NightConfig,
+    folder: Path,
+    hashes_of: Callable[[Ids], NDArray[np.uint64]],
+    columns: Sequence[str],
+    inputs: Sequence[InputSpec],
+    values: EntityValues,
+    erased: Erased,
+    unusable: Unusable,
+) -> None:
+    """Write each shard's file of the columns, with what events set; values that an input cannot use are noted.
+
+    Raises SourceError for an input that no row can fill.
+    """
+    schema: Any = IDS
+    batches: Any = ()
+    if columns:
+        path = feature_file(config, "user", columns[0])
+        kinds = feature_schema(path, columns)
+        schema = pa.schema([*IDS, *((name, kinds.field(name).type) for name in columns)])
+        batches = with_event_values(
+            read_features(
+                path, config.sources.user_column, columns, source=USER_ROWS, unusable=unusable
+            ),
+            values,
+            source=USER_ROWS,
+            kind="user",
+            unusable=unusable,
+            adds=True,
+        )
+    filled = dict.fromkeys(inputs, 0)
+    count = 0
+    paths = [path for n in range(config.shards) for path in shard_paths(folder, n, ("features",))]
+    with ShardFiles(paths, schema) as files:
+        for ids, found in batches:
+            count += len(ids)
+            for each in inputs:
+                filled[each] += _note_values(ids, found[str(each.column)], each, unusable)
+            hashes = hashes_of(ids)
+            table = pa.table([ids.texts(), hashes, *found.values()], schema=schema)
+            if erased.users:
+                kept = erased.keeps_users(ids)
+                table, hashes = table.filter(pa.array(kept)), hashes[kept]
+            files.write(table, shard_of(hashes, config.shards))
+    for each, rows in filled.items():
+        if count and not rows:
+            raise SourceError(
+                f"{config.sources.user_features}: column {each.column!r} has no value that the model's input "
+                f"{each.name!r} can use, in none of {count:,} rows",
+                column=each.column,
+            )
+
+
+def _note_values(ids: Ids, column: Any, spec: InputSpec, unusable: Unusable) -> int:
+    """Number of a batch's values that an input can use; those that say nothing are noted, missing ones are not."""
+    values = read_values(column, spec)
+    unusable.looked_at(source := f"{USER_ROWS}.{spec.column}", len(ids))
+    if values.bad:
+        unusable.note_rows(source, values.bad, lambda row: {"user": ids.name_of(row)})
+    return int(values.usable.sum())
 
 
 def write_vectors(

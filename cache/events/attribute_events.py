@@ -1,0 +1,167 @@
+"""Attributes that events set, as a process keeps them: the newest value of each, by item and by user. Pure."""
+
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from cache.events.event import Event
+from cache.events.position import Position
+
+VALUES_MAX: Final = 64
+"""Attributes of one user or item that are kept: events of one must not make each of them slow to take in."""
+
+_FEW: Final = 4_096
+"""Items that are looked at one by one."""
+_NEWEST: Final = struct.Struct("<Q")
+"""Number of the newest position before an entity's values, which are JSON: `{attribute: [number, value]}`."""
+_ENTITY_BYTES: Final = 180
+"""Memory of an entity besides id and packed values, about."""
+
+
+class AttributeValue(NamedTuple):
+    """Value that an event set: of which item or user, of which attribute; None clears it."""
+
+    raw: bytes
+    attribute: str
+    value: Any
+
+
+class NewerValues(NamedTuple):
+    """Values set behind one position and up to another, both by number, still packed: for any thread."""
+
+    after: int
+    until: int
+    packed: tuple[tuple[bytes, bytes], ...] = ()
+
+    def values(self) -> Iterator[AttributeValue]:
+        """The values, entities in the order of their newest positions."""
+        for raw, packed in self.packed:
+            if _newest(packed) <= self.after:
+                continue
+            for attribute, value in _newer(packed, self.after).items():
+                yield AttributeValue(raw, attribute, value)
+
+
+class AttributeEvents:
+    """Newest values by item and by user; a probe for a user without any costs one look into a dictionary.
+
+    Positions only grow. Where the values take `bytes_max`, others are not taken in: `refused` says up to which
+    position some may be missing, until what is held has them from a night.
+    """
+
+    def __init__(self, bytes_max: int = sys.maxsize) -> None:
+        self.size_bytes = 0
+        self.last = 0
+        """Number of the newest position that was looked at."""
+        self.newest_item = 0
+        """Number of the newest position that set a value of an item."""
+        self.refused = 0
+        """Number of the newest position whose values were not taken in; 0: none."""
+        self._bytes_max = bytes_max
+        # Each in the order of the newest positions, newest last.
+        self._items: dict[bytes, bytes] = {}
+        self._users: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        """Items and users that have any."""
+        return len(self._items) + len(self._users)
+
+    def add(self, position: Position, event: Event) -> bool:
+        """Takes the next event in; False for one that was there, True also where it sets nothing."""
+        number = position.number
+        if number <= self.last:
+            return False
+        self.last = number
+        kind, raw = event.kind, event.source
+        if not event.attributes or kind == "interaction":
+            return True
+        of_kind = self._items if kind == "item" else self._users
+        before = of_kind.get(raw)
+        packed = _with(before, event.attributes, number)
+        more = len(packed) - len(before) if before else len(packed) + len(raw) + _ENTITY_BYTES
+        is_over = more > 0 and self.size_bytes + more > self._bytes_max
+        if is_over or len(_values(packed)) > VALUES_MAX:
+            self.refused = number
+            return True
+        of_kind.pop(raw, None)
+        of_kind[raw] = packed
+        self.size_bytes += more
+        if kind == "item":
+            self.newest_item = number
+        return True
+
+    def is_whole(self, number: int) -> bool:
+        """True if no value behind this position was refused."""
+        return self.refused <= number
+
+    def items_since(self, number: int) -> NewerValues:
+        """Values of items set behind this position; their cost here is small, however many there are."""
+        until = max(number, self.newest_item)
+        newer: list[tuple[bytes, bytes]] = []
+        for raw, packed in islice(reversed(self._items.items()), _FEW):
+            if _newest(packed) <= number:
+                return NewerValues(number, until, tuple(reversed(newer)))
+            newer.append((raw, packed))
+        # All of them, in one piece of C code: which are newer is told where they are unpacked.
+        return NewerValues(number, until, tuple(self._items.items()))
+
+    def of_user(self, user: bytes, number: int) -> dict[str, Any]:
+        """Values of a user set behind this position, by attribute."""
+        packed = self._users.get(user)
+        return {} if packed is None else _newer(packed, number)
+
+    def newest_of_user(self, user: bytes) -> int:
+        """Number of the newest position that set a value of the user; 0 for none."""
+        packed = self._users.get(user)
+        return 0 if packed is None else _newest(packed)
+
+    def all_values(self, kind: str) -> dict[bytes, dict[str, Any]]:
+        """All values of the entities of one kind, `item` or `user`."""
+        of_kind = self._items if kind == "item" else self._users
+        return {raw: _newer(packed, 0) for raw, packed in of_kind.items()}
+
+    def drop_until(self, number: int) -> int:
+        """Forgets entities without a value behind this position; how many they were."""
+        gone = 0
+        for of_kind in (self._items, self._users):
+            old = []
+            for raw, packed in of_kind.items():
+                if _newest(packed) > number:
+                    break
+                old.append(raw)
+            for raw in old:
+                self._forget(of_kind, raw)
+            gone += len(old)
+        return gone
+
+    def forget(self, kind: str, raw: bytes) -> None:
+        """Forgets the values of an item or a user that was erased."""
+        self._forget(self._items if kind == "item" else self._users, raw)
+
+    def _forget(self, of_kind: dict[bytes, bytes], raw: bytes) -> None:
+        packed = of_kind.pop(raw, None)
+        if packed is not None:
+            self.size_bytes -= len(packed) + len(raw) + _ENTITY_BYTES
+
+
+def _newest(packed: bytes) -> int:
+    return int(_NEWEST.unpack_from(packed)[0])
+
+
+def _values(packed: bytes) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = orjson.loads(packed[_NEWEST.size :])
+    return found
+
+
+def _with(packed: bytes | None, attributes: Mapping[str, Any], number: int) -> bytes:
+    told = {} if packed is None else _values(packed)
+    told |= {name: [number, value] for name, value in attributes.items()}
+    return _NEWEST.pack(number) + orjson.dumps(told, option=orjson.OPT_SORT_KEYS)
+
+
+def _newer(packed: bytes, number: int) -> dict[str, Any]:
+    return {name: value for name, (at, value) in _values(packed).items() if at > number}

@@ -1,0 +1,260 @@
+"""Columns of attributes with some values set anew: the arrays that a night would write of the changed table. Pure."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.filters.attributes import (
+    NO_CODE,
+    NO_FLAG,
+    NO_TIME,
+    AttributeColumn,
+    ItemAttributes,
+    Names,
+    moment_us,
+)
+from cache.filters.expression import TEXT_BYTES_MAX
+from cache.format.manifest import AttributeKind
+
+TOO_LONG: Final = f"a text of more than {TEXT_BYTES_MAX} bytes"
+BEYOND: Final = "a whole number beyond 2**53"
+_EXACT: Final = 2**53
+
+_UNFIT: Final[Mapping[AttributeKind, str]] = {
+    "text": "not a text", "texts": "not a list of texts", "number": "not a finite number",
+    "flag": "not true or false", "time": "not a time (ISO 8601, or seconds since 1970)",
+}  # fmt: skip
+
+
+class ItemValue(NamedTuple):
+    """Value set for an item by its ordinal, None to clear it; of several of one attribute the last counts."""
+
+    ordinal: int
+    attribute: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangedColumns:
+    """Attributes with the values set, the names of those that differ from before, and what could not be kept.
+
+    A value that its attribute cannot hold leaves the item without that attribute, as in the table of a night.
+    """
+
+    attributes: ItemAttributes
+    changed: frozenset[str]
+    unfit: Mapping[str, Mapping[str, tuple[int, ...]]]
+    """Ordinals by attribute and reason."""
+    unknown: int
+    """Number of values of attributes that the items do not have."""
+
+
+def with_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> ChangedColumns:
+    """Sets the values; columns of which none differs are the very same ones."""
+    of_column: dict[str, dict[int, Any]] = {}
+    unknown = 0
+    for ordinal, name, value in values:
+        if name in attributes.columns:
+            of_column.setdefault(name, {})[ordinal] = value
+        else:
+            unknown += 1
+    columns = dict(attributes.columns)
+    unfit: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, given in of_column.items():
+        kept, bad = _kept(columns[name].kind, given)
+        columns[name] = _SET[columns[name].kind](columns[name], kept)
+        if bad:
+            unfit[name] = {why: tuple(sorted(each)) for why, each in bad.items()}
+    changed = {name for name in of_column if columns[name] is not attributes.columns[name]}
+    found = replace(attributes, columns=columns) if changed else attributes
+    return ChangedColumns(found, frozenset(changed), unfit, unknown)
+
+
+def _kept(
+    kind: AttributeKind, given: Mapping[int, Any]
+) -> tuple[dict[int, Any], dict[str, list[int]]]:
+    """(what an attribute of this kind holds of the values, ascending by ordinal; ordinals by why theirs is unfit)."""
+    kept: dict[int, Any] = {}
+    bad: dict[str, list[int]] = {}
+    for ordinal in sorted(given):
+        value = given[ordinal]
+        found, why = (None, None) if value is None else _READ[kind](value)
+        if why is not None:
+            bad.setdefault(why, []).append(ordinal)
+        kept[ordinal] = found
+    return kept, bad
+
+
+_Read = tuple[Any, str | None]
+"""Value as it is kept, and why there is none."""
+
+
+def _text(value: object) -> _Read:
+    if not isinstance(value, str):
+        return None, _UNFIT["text"]
+    raw = value.encode(errors="replace")
+    return (None, TOO_LONG) if len(raw) > TEXT_BYTES_MAX else (raw, None)
+
+
+def _texts(value: object) -> _Read:
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        return None, _UNFIT["texts"]
+    raws = [each.encode(errors="replace") for each in value]
+    return [each for each in raws if len(each) <= TEXT_BYTES_MAX], None
+
+
+def _number(value: object) -> _Read:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None, _UNFIT["number"]
+    if isinstance(value, int) and abs(value) > _EXACT:
+        return None, BEYOND
+    return float(value), None
+
+
+def _flag(value: object) -> _Read:
+    return (int(value), None) if isinstance(value, bool) else (None, _UNFIT["flag"])
+
+
+def _time(value: object) -> _Read:
+    found = moment_us(value)
+    return (None, _UNFIT["time"]) if found is None else (found, None)
+
+
+_READ: Final[Mapping[AttributeKind, Callable[[object], _Read]]] = {
+    "text": _text, "texts": _texts, "number": _number, "flag": _flag, "time": _time,
+}  # fmt: skip
+
+
+def _set_scalars(column: AttributeColumn, kept: Mapping[int, Any]) -> AttributeColumn:
+    absent = _ABSENT[column.kind]
+    stored = [absent if each is None else each for each in kept.values()]
+    wanted = np.array(stored, column.values.dtype)
+    ordinals = np.fromiter(kept, np.int64, len(kept))
+    if np.array_equal(column.values[ordinals], wanted, equal_nan=column.kind == "number"):
+        return column
+    values = np.array(column.values)
+    values[ordinals] = wanted
+    return replace(column, values=values)
+
+
+_ABSENT: Final[Mapping[AttributeKind, Any]] = {"number": np.nan, "flag": NO_FLAG, "time": NO_TIME}
+
+
+def _set_text(column: AttributeColumn, kept: Mapping[int, Any]) -> AttributeColumn:
+    texts = _Texts.of(column, [each for each in kept.values() if each is not None])
+    ordinals = np.fromiter(kept, np.int64, len(kept))
+    wanted = np.array(
+        [NO_CODE if each is None else texts.codes[each] for each in kept.values()], np.uint32
+    )
+    if np.array_equal(column.values[ordinals], wanted):
+        return column
+    values = np.array(column.values)
+    values[ordinals] = wanted
+    return texts.in_order(column, values)
+
+
+def _set_texts(column: AttributeColumn, kept: Mapping[int, Any]) -> AttributeColumn:
+    assert column.offsets is not None  # noqa: S101 - a column of several texts has them
+    lists = [each or [] for each in kept.values()]
+    texts = _Texts.of(column, [each for several in lists for each in several])
+    coded = [[texts.codes[each] for each in several] for several in lists]
+    offsets = column.offsets.astype(np.int64)
+    if all(
+        column.values[offsets[ordinal] : offsets[ordinal + 1]].tolist() == codes
+        for ordinal, codes in zip(kept, coded, strict=True)
+    ):
+        return column
+    before = np.diff(offsets)
+    after, is_set = before.copy(), np.zeros(len(before), np.bool_)
+    ordinals = np.fromiter(kept, np.int64, len(kept))
+    after[ordinals], is_set[ordinals] = [len(each) for each in coded], True
+    values = np.empty(int(after.sum()), np.uint32)
+    values[np.repeat(~is_set, after)] = column.values[np.repeat(~is_set, before)]
+    values[np.repeat(is_set, after)] = np.array(
+        [each for codes in coded for each in codes], np.uint32
+    )
+    ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(after).astype(np.uint64)])
+    return texts.in_order(replace(column, offsets=ends), values)
+
+
+_SET: Final[Mapping[AttributeKind, Callable[[AttributeColumn, Mapping[int, Any]], AttributeColumn]]] = {
+    "text": _set_text, "texts": _set_texts, "number": _set_scalars, "flag": _set_scalars, "time": _set_scalars,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Texts:
+    """Codes of texts to be set: those of the names there are, and behind these the new ones, ascending."""
+
+    names: Names
+    codes: Mapping[bytes, int]
+    new: Sequence[bytes]
+    places: NDArray[np.int64]
+    """Number of the names before each new text."""
+
+    @classmethod
+    def of(cls, column: AttributeColumn, texts: Sequence[bytes]) -> "_Texts":
+        """Finds the texts among the names of a column."""
+        names = column.names
+        assert names is not None  # noqa: S101 - a column of texts has them
+        codes: dict[bytes, int] = {}
+        new: list[bytes] = []
+        places: list[int] = []
+        count = len(names)
+        for text in sorted(set(texts)):
+            place = bisect_left(range(count), text, key=names.raw)
+            if place < count and names.raw(place) == text:
+                codes[text] = place
+            else:
+                codes[text] = count + len(new)
+                new.append(text)
+                places.append(place)
+        return cls(names, codes, new, np.array(places, np.int64))
+
+    def in_order(self, column: AttributeColumn, values: NDArray[np.uint32]) -> AttributeColumn:
+        """The column with these codes, renumbered by the order of the texts; names that no item has any more leave."""
+        count, more = len(self.names), len(self.new)
+        used = np.zeros(count + more + 1, np.bool_)
+        used[np.minimum(values, count + more)] = True
+        kept = used[:count]
+        if more == 0 and kept.all():
+            return replace(column, values=values)
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
+        between = np.cumsum(np.bincount(self.places, minlength=count + 1))
+        codes = np.empty(count + more + 1, np.uint32)
+        codes[:count] = before[:-1] + between[:count]
+        codes[count:-1] = before[self.places] + np.arange(more)
+        codes[-1] = NO_CODE
+        values = codes[np.minimum(values, count + more)]
+        return replace(column, values=values, names=self._names(kept))
+
+    def _names(self, kept: NDArray[np.bool_]) -> Names:
+        """Names that are kept and the new ones, joined piece by piece: mostly a few long ones."""
+        data, offsets, count = self.names.data, self.names.offsets.astype(np.int64), len(kept)
+        # A name that left ends a piece as a new one does, and has no text in its place.
+        cuts = [
+            (place, 1, text) for place, text in zip(self.places.tolist(), self.new, strict=True)
+        ]
+        cuts += [(place, 2, b"") for place in np.flatnonzero(~kept).tolist()]
+        pieces, lengths, start = [], [], 0
+        sizes = np.diff(offsets)
+        for place, kind, text in sorted(cuts):
+            pieces.append(data[offsets[start] : offsets[place]])
+            lengths.append(sizes[start:place])
+            start = place
+            if kind == 1:
+                pieces.append(np.frombuffer(text, np.uint8))
+                lengths.append(np.array([len(text)]))
+            else:
+                start = place + 1
+        pieces.append(data[offsets[start] : offsets[count]])
+        lengths.append(sizes[start:])
+        ends = np.cumsum(np.concatenate(lengths))
+        return Names(
+            np.concatenate(pieces), np.concatenate([np.zeros(1, np.uint64), ends.astype(np.uint64)])
+        )

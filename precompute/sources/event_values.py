@@ -1,0 +1,191 @@
+"""Values of attributes that events set, for users and items: read from files of events, and put into feature tables."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, Self
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
+
+from cache.events.attribute_events import AttributeEvents
+from cache.events.event import Event
+from cache.events.position import Position
+from precompute.sources.columns import Ids, is_text
+from precompute.sources.files import SourceFile, readable
+from precompute.sources.formats import BATCH_ROWS
+from precompute.sources.readers import reading
+from precompute.sources.unusable import Case, Unusable
+
+Kind = Literal["user", "item"]
+EntityValues = Mapping[bytes, Mapping[str, Any]]
+"""Newest values by id and attribute, None for one that was cleared."""
+NO_VALUES: Final[EntityValues] = MappingProxyType({})
+
+_Found = tuple[Ids, dict[str, Any]]
+
+
+class EventValues(NamedTuple):
+    """Values that events set for users and for items; the newest position counts, whatever a table says."""
+
+    users: EntityValues = NO_VALUES
+    items: EntityValues = NO_VALUES
+
+    @classmethod
+    def read(cls, files: Sequence[SourceFile], without: Mapping[Kind, Iterable[bytes]]) -> Self:
+        """Reads files of events, in the order of their positions, but for who was erased.
+
+        Raises SourceError naming a file that cannot be read, CorruptArtefact for what is no event.
+        """
+        found = AttributeEvents()
+        for path in files:
+            with reading(path), readable(path) as raw, pa.parquet.ParquetFile(raw) as file:
+                for batch in file.iter_batches(BATCH_ROWS, columns=["position", "event"]):
+                    some = batch.filter(batch.column("event").is_valid())
+                    numbers, texts = (
+                        some.column(name).to_pylist() for name in ("position", "event")
+                    )
+                    for number, text in zip(numbers, texts, strict=True):
+                        found.add(Position.of_number(number), Event.from_bytes(text.encode()))
+        for kind, raws in without.items():
+            for raw in raws:
+                found.forget(kind, raw)
+        return cls(found.all_values("user"), found.all_values("item"))
+
+
+def digest_of(values: EntityValues, columns: Iterable[str]) -> str:
+    """Digest of the values of some attributes; empty where none was set."""
+    wanted = set(columns)
+    kept = {
+        raw.decode(): of_entity
+        for raw, each in values.items()
+        if (of_entity := {name: value for name, value in each.items() if name in wanted})
+    }
+    told = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(told).hexdigest() if kept else ""
+
+
+def with_event_values(
+    batches: Iterable[_Found],
+    values: EntityValues,
+    *,
+    source: str,
+    kind: Kind,
+    unusable: Unusable,
+    adds: bool = False,
+) -> Iterator[_Found]:
+    """Batches of a feature table whose columns have the values that events set.
+
+    A value that is not of its column's type is noted under `source`, and then there is none, as for one that was
+    cleared. Where it `adds`, ids that no row has get one.
+    """
+    rest = iter(batches)
+    first = next(rest, None) if values else None
+    if first is None:
+        yield from rest
+        return
+    types = {name: each.type for name, each in first[1].items()}
+    columns = _read(types, values, source, kind, unusable)
+    raws = sorted(set().union(*columns.values()))
+    names = pa.array([raw.decode() for raw in raws], pa.string())
+    seen = np.zeros(len(raws), np.bool_)
+    for ids, found in chain([first], rest):
+        codes = np.asarray(pc.fill_null(pc.index_in(ids.names, value_set=names), -1))
+        seen[codes[codes >= 0]] = True
+        rows = codes[ids.codes]
+        yield ids, {name: _set(each, rows, raws, columns[name]) for name, each in found.items()}
+    if adds and (more := _rows_of_new(raws, seen, columns)):
+        ids = Ids.of(pa.array([raw.decode() for raw in more], pa.string()))
+        yield (
+            ids,
+            {
+                name: _array([columns[name].get(raw) for raw in more], type_)
+                for name, type_ in types.items()
+            },
+        )
+
+
+def _rows_of_new(
+    raws: Sequence[bytes], seen: Any, columns: Mapping[str, Mapping[bytes, Any]]
+) -> list[bytes]:
+    """Ids that no row had, and that have a value."""
+    return [
+        raw
+        for raw, is_there in zip(raws, seen.tolist(), strict=True)
+        if not is_there and any(each.get(raw) is not None for each in columns.values())
+    ]
+
+
+def _read(
+    types: Mapping[str, Any], values: EntityValues, source: str, kind: Kind, unusable: Unusable
+) -> dict[str, dict[bytes, Any]]:
+    """Values by column and id, as Arrow takes them; None for one that was cleared, or cannot be used."""
+    columns: dict[str, dict[bytes, Any]] = {name: {} for name in types}
+    bad: dict[str, list[Case]] = {name: [] for name in types}
+    for raw, each in values.items():
+        for name in each.keys() & types.keys():
+            fits = _fitting(each[name], types[name])
+            columns[name][raw] = fits[0] if fits else None
+            if not fits:
+                bad[name].append({kind: raw.decode()})
+    for name, found in columns.items():
+        if found:
+            unusable.looked_at(f"{source}.{name}", len(found))
+        if cases := bad[name]:
+            reason = f"{name}: an event's value that is no {types[name]}"
+            unusable.note(f"{source}.{name}", reason, len(cases), cases)
+    return columns
+
+
+def _set(column: Any, rows: Any, raws: Sequence[bytes], found: Mapping[bytes, Any]) -> Any:
+    """The column with the values of these ids; `rows` has the place of each row's id among them, -1 for another."""
+    changed = [row for row in np.flatnonzero(rows >= 0).tolist() if raws[rows[row]] in found]
+    if not changed:
+        return column
+    given = _array([found[raws[rows[row]]] for row in changed], column.type)
+    places = np.arange(len(column))
+    places[changed] = len(column) + np.arange(len(changed))
+    return pa.concat_arrays([column, given]).take(pa.array(places))
+
+
+def _array(values: list[Any], kind: Any) -> Any:
+    if pa.types.is_dictionary(kind):
+        return pa.array(values, kind.value_type).dictionary_encode().cast(kind)
+    return pa.array(values, kind)
+
+
+def _fitting(value: Any, kind: Any) -> tuple[Any] | None:
+    """The value as Arrow takes it for a type that features have, in a tuple; None if it is of another kind."""
+    if value is None:
+        return (None,)
+    if pa.types.is_dictionary(kind):
+        return _fitting(value, kind.value_type)
+    given: Any
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        if not isinstance(value, list):
+            return None
+        parts = [_fitting(each, kind.value_type) for each in value]
+        given = None if None in parts else [each[0] for each in parts if each]
+    elif is_text(kind):
+        given = value if isinstance(value, str) else None
+    else:
+        given = _number(value, kind)
+    if given is None:
+        return None
+    try:
+        pa.scalar(given, kind)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return None
+    return (given,)
+
+
+def _number(value: Any, kind: Any) -> int | float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if pa.types.is_integer(kind):
+        return int(value) if float(value).is_integer() else None
+    return float(value) if pa.types.is_floating(kind) else None

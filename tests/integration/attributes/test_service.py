@@ -1,0 +1,159 @@
+"""A value that an event set is what filters see: in every way to an answer, also one that lay ready."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+import pytest
+import redis
+
+from cache.config.events import EventsConfig
+from cache.events.accept import SCRIPT, Bounds, call_of, entry_of, outcomes
+from cache.events.event import Event
+from cache.events.position import Position
+from cache.format.redis_keys import Keyspace
+from precompute.config.settings import FilterConfig
+from serving.generations.holder import VALUES_S
+from tests.integration.http.hot_way import Asked, Ways, running
+from tests.integration.http.shop import Shop, filter_of, make_shop, wanted_of
+from tests.integration.serving_app import Running, eventually, serving
+
+IN_STOCK: dict[str, Any] = {"==": ["stock", True]}
+BOUNDS = Bounds(1 << 24, 60_000, 1_000)
+K = 10
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
+    filters = {"in_stock": FilterConfig(IN_STOCK, ("user_topk",))}
+    return make_shop(tmp_path_factory.mktemp("attributes"), redis_url, filters=filters)
+
+
+@pytest.fixture
+def stream(redis_url: str, keyspace: Keyspace) -> Iterator["Stream"]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield Stream(client, keyspace)
+
+
+class Stream:
+    """Stream of events, and what of it was given on to a service that follows it."""
+
+    def __init__(self, client: "redis.Redis", keyspace: Keyspace) -> None:
+        self.client, self.keyspace = client, keyspace
+        self._last = "-"
+
+    def accept(self, *events: Event) -> list[Position | None]:
+        """Positions of events, as the script accepts them."""
+        keys, args = call_of(self.keyspace, BOUNDS, events)
+        replies: Any = self.client.eval(SCRIPT, len(keys), *keys, *args)
+        return [each.position for each in outcomes(replies)]
+
+    def follow(self, service: Any) -> None:
+        """Gives on what is new in it."""
+        entries: Any = self.client.xrange(self.keyspace.events, self._last)
+        for id_, fields in entries:
+            service.follower.shelf.attributes.add(Position.parse(id_), entry_of(fields))
+            self._last = f"({id_.decode()}"
+
+
+def sets(number: int, item: str, **attributes: Any) -> Event:
+    """An event that sets attributes of an item."""
+    return Event(f"e{number}", 0, None, item.encode(), attributes=attributes)
+
+
+def with_values(shop: Shop, values: dict[str, dict[str, Any]]) -> Shop:
+    """The shop as a night would know it then."""
+    attributes = [dict(each) for each in shop.attributes]
+    for at, id_ in enumerate(shop.ids):
+        for name, value in values.get(id_, {}).items():
+            attributes[at].pop(name, None)
+            if value is not None:
+                attributes[at][name] = tuple(value) if isinstance(value, list) else value
+    return replace(shop, attributes=attributes)
+
+
+async def filtered(running: Running, users: list[str], filter_: Any) -> list[list[str]]:
+    body = {"entities": users, "filter": filter_, "k": K}
+    return [each["items"] for each in (await running.post("/v1/lookup/user_topk", body))["answers"]]
+
+
+async def test_filters_see_what_events_set_as_a_night_would_have_it(
+    shop: Shop, stream: Stream
+) -> None:
+    rng = random.Random(11)
+    values: dict[str, dict[str, Any]] = {
+        id_: {
+            "stock": rng.random() < 0.5, "price": rng.choice([1.5, 50, None]),
+            "brand": rng.choice(["brand-0", "brand-new", None]), "tags": rng.choice([[], ["sale", "hot"]]),
+        }
+        for id_ in rng.sample(shop.ids, 200)
+    }  # fmt: skip
+    now = with_values(shop, values)
+    users = sorted(shop.users)[:25]
+    filters = [IN_STOCK, {"==": ["brand", "brand-new"]}, {"contains": ["tags", "hot"]}]
+    filters += [filter_of(rng) for _ in range(15)]
+    async with serving(
+        shop.night, l2_deadline_ms=2_500.0, events=EventsConfig(enabled=True)
+    ) as running:
+        assert await filtered(running, users, IN_STOCK) == expected(shop, users, IN_STOCK)
+        accepted = stream.accept(*(sets(at, id_, **each) for at, (id_, each) in enumerate(values.items())))  # fmt: skip
+        assert None not in accepted
+        stream.follow(running.service)
+
+        async def is_seen() -> bool:
+            return await filtered(running, users, IN_STOCK) == expected(now, users, IN_STOCK)
+
+        # Then with the next look of the background
+        assert await eventually(is_seen) and VALUES_S <= 0.25
+        for filter_ in filters:
+            assert await filtered(running, users, filter_) == expected(now, users, filter_), filter_
+        # A name means its expression, also where a night made the lists
+        assert await filtered(running, users, "in_stock") == expected(now, users, IN_STOCK)
+        one = await running.get(f"/v1/lookup/user_topk/{users[0]}", filter="in_stock", k=K)
+        assert one["items"] == expected(now, users[:1], IN_STOCK)[0]
+        scored = await running.post(
+            "/v1/score", {"user": users[0], "items": shop.ids, "filter": IN_STOCK}
+        )
+        stocked = {
+            id_ for id_, each in zip(shop.ids, now.attributes, strict=True) if each.get("stock")
+        }
+        assert set(scored["items"]) <= stocked and set(scored["filtered"]) == {*shop.ids} - stocked
+        told = await running.counted("larder_event_values_total")
+        assert told["set",] == 4 * len(values)
+
+
+def expected(shop: Shop, users: list[str], filter_: Any) -> list[list[str]]:
+    return [wanted_of(shop, shop.users[user], shop.seen[user], filter_, K)[0] for user in users]
+
+
+@pytest.fixture
+def ways(shop: Shop) -> Iterator[Ways]:
+    yield from running(shop.night)
+
+
+def test_an_answer_that_lay_ready_does_not_outlive_a_value(
+    shop: Shop, stream: Stream, ways: Ways
+) -> None:
+    plain = Asked("GET", b"/v1/lookup/user_topk/%b" % quote(max(shop.users)).encode())
+    under = replace(plain, query=b"filter=in_stock&k=5")
+    for asked in (plain, under):
+        for _ in range(4):  # from Redis, from memory, and ready from then on
+            before = ways.ask(asked)
+        assert ways.hot.answer(asked.path + (b"?" + asked.query if asked.query else b""))
+    gone = orjson.loads(before.body)["items"][0]
+    lay_ready = ways.ask(plain)
+
+    stream.accept(sets(1, gone, stock=False))
+    stream.follow(ways.service)
+    ways.runner.run(ways.service.follower.shelf.take_values())
+
+    # What depends on no attribute lies ready still, what does is made anew
+    assert ways.hot.answer(plain.path) and ways.ask(plain).body == lay_ready.body
+    assert ways.hot.answer(under.path + b"?" + under.query) is None
+    after = [ways.ask(under) for _ in range(4)]
+    assert gone not in orjson.loads(after[0].body)["items"]
+    wanted = orjson.loads(ways.ask(under, hot=False).body)["items"]
+    assert all(orjson.loads(each.body)["items"] == wanted for each in after)

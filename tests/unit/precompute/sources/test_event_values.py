@@ -1,0 +1,166 @@
+"""What events set goes into feature tables as if these had had it; what is of another kind is noted, and is none."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.errors import CorruptArtefact, SourceError
+from cache.events.event import Event
+from cache.events.position import Position
+from precompute.sources.columns import Ids
+from precompute.sources.event_values import (
+    NO_VALUES,
+    EntityValues,
+    EventValues,
+    digest_of,
+    with_event_values,
+)
+from precompute.sources.unusable import Unusable
+
+TYPES = {
+    "age": pa.int64(), "score": pa.float32(), "home": pa.string(),
+    "coded": pa.dictionary(pa.int32(), pa.string()), "taste": pa.list_(pa.float32()),
+}  # fmt: skip
+FITTING: dict[str, st.SearchStrategy[Any]] = {
+    "age": st.integers(-9, 9), "score": st.sampled_from([0.5, 1, -2.25]), "home": st.sampled_from(["", "x", "é"]),
+    "coded": st.sampled_from(["x", "y", "z"]), "taste": st.lists(st.sampled_from([0.5, 2]), max_size=2),
+}  # fmt: skip
+ROW = st.fixed_dictionaries({name: st.none() | each for name, each in FITTING.items()})
+VALUES = st.dictionaries(
+    st.sampled_from([b"a", b"b", b"c", b"d"]),
+    st.fixed_dictionaries({}, optional={name: st.none() | each for name, each in FITTING.items()}),
+)
+
+
+def batches(ids: list[str], rows: list[dict[str, Any]], size: int) -> Any:
+    for at in range(0, len(ids), size):
+        some = rows[at : at + size]
+        yield (
+            Ids.of(pa.array(ids[at : at + size], pa.string())),
+            {name: pa.array([row[name] for row in some], kind) for name, kind in TYPES.items()},
+        )
+
+
+def rows_of(found: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (id_, {name: column[at].as_py() for name, column in columns.items()})
+        for ids, columns in found
+        for at, id_ in enumerate(ids.texts().to_pylist())
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), ROW), min_size=1, max_size=6),
+    VALUES,
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_the_table_is_the_one_with_these_values(
+    told: Any, values: EntityValues, size: int, adds: bool
+) -> None:
+    ids, rows = [each[0] for each in told], [each[1] for each in told]
+    unusable = Unusable()
+
+    found = with_event_values(
+        batches(ids, rows, size), values, source="t", kind="user", unusable=unusable, adds=adds
+    )
+
+    wanted = [(id_, row | dict(values.get(id_.encode(), {}))) for id_, row in told]
+    if adds:
+        empty = dict.fromkeys(TYPES)
+        new = {raw: each for raw, each in values.items() if raw.decode() not in ids}
+        wanted += [
+            (raw.decode(), empty | dict(new[raw]))
+            for raw in sorted(new)
+            if any(value is not None for value in new[raw].values())
+        ]
+    assert rows_of(found) == wanted
+    assert all(not each["reasons"] for each in unusable.to_json().values())
+
+
+def test_the_columns_keep_their_types() -> None:
+    row = {"age": 1, "score": 1.0, "home": "x", "coded": "x", "taste": [1.0]}
+    values: EntityValues = {b"a": {"age": 2, "score": 2, "home": "y", "coded": "new", "taste": [3]}}
+
+    found = with_event_values(
+        batches(["a", "b"], [row, row], 2), values, source="t", kind="user", unusable=Unusable()
+    )
+
+    ((_, columns),) = found
+    assert {name: each.type for name, each in columns.items()} == TYPES
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("age", "7"), ("age", 1.5), ("age", True), ("age", 2**70), ("score", "x"), ("score", False),
+        ("home", 7), ("home", ["x"]), ("coded", 7), ("taste", 1.0), ("taste", ["x"]),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_noted_and_is_none(name: str, value: Any) -> None:
+    row = {"age": 1, "score": 1.0, "home": "x", "coded": "x", "taste": [1.0]}
+    unusable = Unusable()
+
+    found = with_event_values(
+        batches(["a"], [row], 1), {b"a": {name: value}}, source="t", kind="item", unusable=unusable
+    )
+
+    assert rows_of(found) == [("a", row | {name: None})]
+    (noted,) = unusable.to_json()[f"t.{name}"]["reasons"].values()
+    assert noted == {"rows": 1, "cases": [{"item": "a"}]}
+
+
+def write(path: Path, events: list[tuple[int, Event | str | None]]) -> None:
+    table = {
+        "position": pa.array([Position(ms, 0).number for ms, _ in events], pa.int64()),
+        "event": [
+            each.to_bytes().decode() if isinstance(each, Event) else each for _, each in events
+        ],
+        "user": pa.nulls(len(events), pa.string()),
+    }
+    pq.write_table(pa.table(table), path)
+
+
+def test_the_newest_position_counts_over_all_files(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.parquet", tmp_path / "2.parquet"
+    write(first, [
+        (1, Event("a", 0, b"u", None, attributes={"country": 1})), (2, None),
+        (3, Event("b", 0, None, b"i", attributes={"price": 2.5, "stock": True})),
+        (4, Event("c", 0, None, b"gone", attributes={"price": 1})),
+    ])  # fmt: skip
+    write(second, [
+        (5, Event("d", 0, None, b"i", attributes={"price": None})),
+        (6, Event("e", 0, b"gone", None, attributes={"country": 2})),
+        (7, Event("f", 0, b"u", None, type="left")),
+    ])  # fmt: skip
+
+    found = EventValues.read([first, second], {"user": [b"gone"], "item": [b"gone"]})
+
+    assert found.users == {b"u": {"country": 1}}
+    assert found.items == {b"i": {"price": None, "stock": True}}
+    assert EventValues.read([], {}) == EventValues()
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    bad, worse = tmp_path / "bad.parquet", tmp_path / "worse.parquet"
+    write(bad, [(1, '{"id": 7')])
+    worse.write_bytes(b"PAR1")
+
+    with pytest.raises(CorruptArtefact, match="not an event"):
+        EventValues.read([bad], {})
+    with pytest.raises(SourceError, match=r"worse\.parquet"):
+        EventValues.read([worse], {})
+
+
+def test_the_digest_is_of_what_models_take_alone() -> None:
+    values: EntityValues = {b"u": {"country": 1, "mood": "x"}, b"v": {"mood": "y"}}
+
+    assert digest_of(NO_VALUES, ["country"]) == digest_of(values, ["age"]) == ""
+    assert digest_of(values, ["country"]) == digest_of({b"u": {"country": 1}}, ["country", "age"])
+    assert digest_of(values, ["country"]) != digest_of({b"u": {"country": None}}, ["country"])
+    assert digest_of(values, ["mood"]) != digest_of({b"u": {"mood": "x"}}, ["mood"])

@@ -1,0 +1,164 @@
+"""What events set for items is in force for all that is held, and for what is opened later, from its position on."""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache.events.event import Event
+from cache.events.position import Position
+from cache.filters.expression import read_filter
+from cache.filters.filtering import Filtering
+from cache.format.manifest import EventsRead
+from cache.store.blocklist import Blocklist
+from cache.store.releases import Pointer
+from serving.generations.snapshot import Snapshot
+from tests.unit.cache.filters.columns import attributes_of
+from tests.unit.serving.scene import A, B, Scene, pointer
+from tests.unit.serving.world import ITEMS
+
+STOCKED, CHEAP = read_filter({"==": ["stock", True]}), read_filter({"<": ["price", 10]})
+UNTIL = {A: Position(100, 0), B: Position(200, 0)}
+
+
+class Stocked(Scene):
+    """A scene whose generations have attributes, and events up to a position each."""
+
+    def open(self, to: Pointer, blocklist: Blocklist) -> Snapshot:
+        items = self.world.items
+        filtering = Filtering(
+            attributes_of([{"stock": True, "price": 5}] * items.count),
+            items.vectors,
+            declared={"stocked": STOCKED},
+        )
+        found = super().open(to, blocklist)
+        until = UNTIL[to.generation]
+        manifest = dataclasses.replace(found.manifest, events=EventsRead(str(until), 10))
+        return dataclasses.replace(
+            found, manifest=manifest, filtering=filtering, values_until=until.number
+        )
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Stocked(tmp_path)
+
+
+def told(scene: Scene, ms: int, item: str, **attributes: Any) -> None:
+    """An event at a position."""
+    event = Event(f"e{ms}", 0, None, item.encode(), attributes=attributes)
+    assert scene.shelf.attributes.add(Position(ms, 0), event)
+
+
+def out_of_stock(snapshot: Snapshot | None) -> set[str]:
+    assert snapshot is not None and snapshot.filtering is not None
+    kept = snapshot.filtering.passing(STOCKED)
+    return set(ITEMS) - set(snapshot.items.ids_of(kept.ordinals().astype(np.uint32)))
+
+
+async def test_a_value_is_in_force_with_the_next_look(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    before = scene.shelf.live
+    told(scene, 101, "i3", stock=False)
+    assert out_of_stock(scene.shelf.live) == set()
+
+    await scene.shelf.take_values()
+
+    assert out_of_stock(scene.shelf.live) == {"i3"} and out_of_stock(before) == set()
+    told(scene, 102, "i3", stock=True)
+    told(scene, 103, "i4", stock=False)
+    await scene.shelf.take_values()
+    assert out_of_stock(scene.shelf.live) == {"i4"}
+
+
+async def test_each_generation_has_what_is_behind_its_own_position(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    told(scene, 150, "i3", stock=False)
+    await scene.shelf.take_values()
+    await scene.publish(pointer(B, 2, previous=A))  # its night took 150 over
+    told(scene, 250, "i5", stock=False)
+    await scene.shelf.take_values()
+
+    holding = scene.shelf.holding
+    assert holding is not None and holding.previous is not None
+    assert out_of_stock(holding.live) == {"i5"}
+    assert out_of_stock(holding.previous) == {"i3", "i5"}
+
+
+async def test_what_is_opened_later_knows_them_at_once(scene: Scene) -> None:
+    told(scene, 150, "i3", stock=False)
+    told(scene, 250, "i5", stock=False)
+
+    await scene.publish(pointer(A, 1))
+    assert out_of_stock(scene.shelf.live) == {"i3", "i5"}
+    await scene.publish(pointer(B, 2, previous=A))
+    assert out_of_stock(scene.shelf.live) == {"i5"}
+
+
+async def test_nothing_is_made_anew_where_nothing_changed(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    told(scene, 50, "i3", stock=False)  # before its position
+    before = scene.shelf.live
+
+    await scene.shelf.take_values()
+
+    assert scene.shelf.live is before
+
+
+async def test_answers_that_depend_on_no_attribute_stay_what_they_are(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    before = scene.shelf.live
+    told(scene, 101, "i3", stock=False)
+
+    await scene.shelf.take_values()
+
+    after = scene.shelf.live
+    assert before is not None and after is not None and after is not before
+    assert after.stamp == before.stamp and after.values_stamp != before.values_stamp
+    for other in (after.with_blocklist(Blocklist(1)), after.released_as(9, 9.0)):
+        assert other.stamp != after.stamp and other.values_stamp != after.values_stamp
+        assert out_of_stock(other) == {"i3"}
+    assert len({before.stamp, before.values_stamp, after.values_stamp}) == 3
+
+
+async def test_blocklist_and_values_may_change_at_once(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    for ms in range(101, 106):
+        told(scene, ms, f"i{ms - 100}", stock=False)
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(
+            *(scene.shelf.block(Blocklist(each, frozenset({b"i9"}))) for each in range(1, 6)),
+            *(scene.shelf.take_values() for _ in range(5)),
+        )
+
+    live = scene.shelf.live
+    assert live is not None and live.blocklist.version == 5
+    assert {live.items.id_of(each) for each in live.blocked} == {"i9"}
+    assert out_of_stock(live) == {f"i{each}" for each in range(1, 6)}
+
+
+async def test_what_became_of_them_is_counted_once(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    await scene.publish(pointer(B, 2, previous=A))
+    told(scene, 301, "i3", stock=False, colour="red")
+    told(scene, 302, "i4", stock="no", price=3)
+    told(scene, 303, "nothing-we-have", stock=True)
+
+    await scene.shelf.take_values()
+
+    assert dict(results(scene)) == {
+        "set": 2.0, "unknown item": 1.0, "unknown attribute": 1.0, "not true or false": 1.0,
+    }  # fmt: skip
+    assert out_of_stock(scene.shelf.live) == {"i3", "i4"}
+
+
+def results(scene: Scene) -> Iterator[tuple[str, float]]:
+    for family in scene.world.metrics.event_values.collect():
+        for sample in family.samples:
+            if sample.name == "larder_event_values_total" and sample.value:
+                yield sample.labels["result"], sample.value

@@ -1,0 +1,127 @@
+"""Lists that a night made by attributes are not answered unread where events have changed these."""
+
+import dataclasses
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache.filters.changed_columns import ItemValue
+from cache.filters.expression import read_filter
+from cache.filters.filtering import Filtering
+from cache.format.directory import Directory
+from cache.format.ids import fingerprints, hash_ids
+from cache.format.manifest import FACET, EventsRead, NamedFilter, Producer, Table, TablePart
+from cache.format.records.codec import encode_topk
+from cache.format.records.layout import Layout
+from cache.tiers.results import View
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.lookup.entity import changed_facet, made_under_filter, plain_want
+from serving.requests.models import RequestOptions
+from tests.unit.cache.filters.columns import attributes_of
+from tests.unit.serving.world import GENERATION, ITEMS, NO_FILE, SCORED_AT, World, ask, entity
+
+LAYOUT = Layout("topk", 5, "f4")
+SEED = 17
+BRANDS = ("acme", "best")
+
+
+def brands(world: World) -> Snapshot:
+    """A generation with a facet of brands, half of the items each, and a filter that lists were made under."""
+    attributes = attributes_of(
+        [{"brand": BRANDS[at % 2], "stock": True, "tags": ("a", "b")} for at in range(len(ITEMS))]
+    )
+    raws = [each.encode() for each in BRANDS]
+    hashes = hash_ids(raws, SEED)
+    order = np.argsort(hashes)
+    part = TablePart(0, 1, len(raws), NO_FILE, NO_FILE)
+    facet = Table("brands", f"{FACET}brands", Producer("none"), LAYOUT, 1_000, (part,), ())
+    made = Table("user_topk.stocked", "user", Producer("topk"), LAYOUT, 1_000, (), ())
+    lists = np.array(
+        [[at for at in range(10) if at % 2 == which][:5] for which in order], np.uint32
+    )
+    scores = np.tile(np.arange(5, 0, -1).astype(np.float32), (2, 1))
+    prints = fingerprints([raws[each] for each in order])
+    rows = encode_topk(LAYOUT, prints, lists, scores, SCORED_AT)
+    world.remote.pages[GENERATION, "brands", 0] = rows.tobytes()
+    before = world.snapshot()
+    stocked: dict[str, Any] = {"==": ["stock", True]}
+    manifest = dataclasses.replace(
+        before.manifest,
+        tables={**before.manifest.tables, "brands": facet},
+        filters={"stocked": NamedFilter(stocked, {"user_topk": made})},
+        events=EventsRead("0-0", 10, {"brands": "brand"}),
+    )
+    directories = {**before.directories, facet.entity: Directory(SEED, [0], [hashes[order]])}
+    filtering = Filtering(
+        attributes, world.items.vectors, declared={"stocked": read_filter(stocked)}
+    )
+    return dataclasses.replace(
+        before, manifest=manifest, directories=directories, filtering=filtering,
+        view=View(GENERATION, directories),
+    )  # fmt: skip
+
+
+def changed(snapshot: Snapshot, *values: ItemValue) -> Snapshot:
+    assert snapshot.filtering is not None
+    return snapshot.with_filtering(snapshot.filtering.changed_by(values)[0], 1)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def facet_of(world: World, snapshot: Snapshot, brand: str) -> dict[str, Any]:
+    (answer,) = await world.ladder.lookup(
+        Holding(snapshot), ask(entity(brand, "brands")), monotonic()
+    )
+    return answer
+
+
+async def test_items_that_lost_the_value_leave_a_facets_list(world: World) -> None:
+    snapshot = brands(world)
+    assert (await facet_of(world, snapshot, "acme"))["items"] == world.ids([0, 2, 4, 6, 8])
+
+    snapshot = changed(snapshot, ItemValue(2, "brand", "best"), ItemValue(4, "brand", None))
+
+    answer = await facet_of(world, snapshot, "acme")
+    assert answer["items"] == world.ids([0, 6, 8]) and answer["short"]
+    whole = await facet_of(world, snapshot, "best")
+    assert whole["items"] == world.ids([1, 3, 5, 7, 9]) and not whole["short"]
+
+
+async def test_a_facet_of_which_nothing_is_left_has_no_items(world: World) -> None:
+    lost = [ItemValue(at, "brand", "best") for at in range(0, len(ITEMS), 2)]
+    snapshot = changed(brands(world), *lost)
+
+    answer = await facet_of(world, snapshot, "acme")
+
+    assert answer["items"] == [] and answer["source"] == "default"
+
+
+def test_only_a_facet_of_what_changed_is_looked_at(world: World) -> None:
+    snapshot = brands(world)
+    facet, lists = (snapshot.manifest.tables[each] for each in ("brands", "user_topk"))
+    assert changed_facet(snapshot, facet) is None
+
+    other = changed(snapshot, ItemValue(2, "stock", False))
+    assert changed_facet(other, facet) is None
+
+    own = changed(other, ItemValue(2, "brand", "best"))
+    assert changed_facet(own, facet) is not None and changed_facet(own, lists) is None
+
+
+def test_a_list_made_under_a_filter_is_read_only_while_it_holds(world: World) -> None:
+    snapshot, options = brands(world), RequestOptions(1.0, filter="stocked")
+    want = plain_want(snapshot, snapshot.manifest.tables["user_topk"], b"u3")
+
+    made = made_under_filter(snapshot, want, options)
+    other = changed(snapshot, ItemValue(2, "brand", "best"))
+    own = changed(snapshot, ItemValue(2, "stock", False))
+
+    assert made.table.name == "user_topk.stocked"
+    assert made_under_filter(other, want, options).table.name == "user_topk.stocked"
+    assert made_under_filter(own, want, options) == want
