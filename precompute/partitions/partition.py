@@ -54,6 +54,7 @@ from precompute.partitions.user_tables import (
 )
 from precompute.sources.columns import text_hashes
 from precompute.sources.event_values import NO_VALUES, EntityValues
+from precompute.sources.files import SourceFile
 from precompute.sources.readers import Interactions, read_interactions
 from precompute.sources.unusable import AGAIN, CASES, Unusable, merged
 
