@@ -99,6 +99,9 @@ class Batches:
         is_plain = positions >= 0
         if live.has_blocked_entities:
             is_plain &= [not live.blocks(table, raw) for raw in lookup.raws]
+        newer = self._ladder.newer
+        if newer.packed and not newer.packed.keys().isdisjoint(lookup.raws):
+            is_plain &= [not newer.changes(live, table, raw) for raw in lookup.raws]
         return wants, is_plain
 
     async def read(self, lookup: Lookup, wants: Wants) -> tuple[Rows, NDArray[np.bool_]]:

@@ -167,7 +167,7 @@ class Together:
             self._service.ladder.recent.append(name)
             self._service.metrics.hot(name[0], tier, now - get.started)
             if not each and marks.stale is None:
-                ready = marks.ready(body[: -len(ends[Source.L1])], name, get.request)
+                ready = marks.ready(body[: -len(ends[Source.L1])], name, get.request, get.events)
                 self._service.tiers.keep(live.view, get.want, ready)
             member.told.set_result(body)
             if each:

@@ -44,6 +44,7 @@ class SentReady(list[Ready]):
         self._counters, self._trace = service.tiers.counters, service.tiers.trace
         self._tally, self._answer_seconds = service.metrics.tally, service.metrics.answer_seconds
         self._picks = service.ladder.watch.picks
+        self._changed = service.metrics.changed.answers
         self._step = TIMED if self._observes else FLUSHED
         self.due = self._step
         self._recent.earlier = self._counters.flush = self.flush
@@ -77,6 +78,9 @@ class SentReady(list[Ready]):
         for at, seconds in enumerate(times):
             stands_for = count * (at + 1) // len(times) - count * at // len(times)
             self._answer_seconds.observe(Source.L1, seconds, stands_for)
+        for ready in self:
+            if ready.is_newer:
+                self._changed[ready.asked[0]] += 1
         tables = self._local.ready_tables
         each = dict.fromkeys(tables, count) if len(tables) == 1 else Counter(map(_table, asked))
         for name, found in each.items():
@@ -99,7 +103,7 @@ class SentReady(list[Ready]):
     def _pick(self, ready: Ready) -> None:
         """Samples an answer as it was sent, but with its age as of now; one from before a flip is passed over."""
         holding, now = self._shelf.holding, self._clock()
-        if holding is not None and holding.live.stamp == ready.stamp:
+        if holding is not None and holding.live.stamp == ready.stamp and not ready.is_newer:
             age = orjson.dumps(round(now - ready.data_until, 3))
             body = b"".join((ready.head, age, ready.tail))
             self._picks.put(

@@ -17,7 +17,7 @@ ROOMS = (
     "cache.filters", "cache.tiers",
     "serving.arrow_ipc", "serving.answers", "serving.tracing", "serving.requests", "serving.access", "serving.client",
     "serving.admission", "serving.config", "serving.sequential", "serving.metrics", "serving.generations",
-    "serving.near", "serving.rendering", "serving.usage", "serving.replica", "serving.lookup", "serving.ranking",
+    "serving.fresh", "serving.near", "serving.rendering", "serving.usage", "serving.replica", "serving.lookup", "serving.ranking",
     "serving.experiments", "serving.quality", "serving.explain",
     "serving.dashboard", "serving.dashboard.terminal", "serving.fast_lookup", "serving.http",
     "serving.fast_http", "serving.process", "serving",
