@@ -16,9 +16,9 @@ def count_newer(
     Where that cannot be computed (no model, vectors that users brought along), they start settled for what the night
     stored.
     """
-    packed = newer.packed
-    if options.max_events == 0 or not packed:
+    if options.max_events == 0:
         return
+    packed = newer.packed
     as_of = NO_LIMIT if options.as_of is None else options.as_of
     for case in cases:
         raw = case.entity.raw

@@ -74,8 +74,7 @@ class Ladder:
         self.recent = Recent()
         self.watch = watch or UsageObserver(metrics.l1_misses)
         self.newer = newer or NewerEvents()
-        self._tiers = tiers
-        self._inferences = inferences
+        self._tiers, self._inferences = tiers, inferences
         self._metrics = metrics
         self.reply = Reply(metrics, self.watch, timer, clock)
         self._l2_deadline_s = l2_deadline_s
@@ -113,7 +112,8 @@ class Ladder:
             if case.want.position >= 0 and case.entity.raw is not None
         )
         try:
-            count_newer(self.newer, live, cases, turn.options)
+            if self.newer.packed:
+                count_newer(self.newer, live, cases, turn.options)
             for rung in self._rungs:
                 if waiting := still_open(cases):
                     await rung(holding, waiting, turn)
