@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import orjson
 
@@ -18,7 +18,7 @@ FLUSHED = 256
 TIMED = 128
 """Answers per timed one, which stands for all of them."""
 
-_asked, _table = itemgetter(4), itemgetter(0)
+_asked, _table, _is_newer = itemgetter(4), itemgetter(0), attrgetter("is_newer")
 
 
 class SentReady(list[Ready]):
@@ -78,9 +78,8 @@ class SentReady(list[Ready]):
         for at, seconds in enumerate(times):
             stands_for = count * (at + 1) // len(times) - count * at // len(times)
             self._answer_seconds.observe(Source.L1, seconds, stands_for)
-        for ready in self:
-            if ready.is_newer:
-                self._changed[ready.asked[0]] += 1
+        if any(map(_is_newer, self)):
+            self._changed.update([_table(each.asked) for each in self if each.is_newer])
         tables = self._local.ready_tables
         each = dict.fromkeys(tables, count) if len(tables) == 1 else Counter(map(_table, asked))
         for name, found in each.items():

@@ -64,9 +64,9 @@ class Bench:
     def __init__(self, world: EventWorld, service: Service, runner: asyncio.Runner) -> None:
         self.world, self.service, self.runner = world, service, runner
         self._numbers, self._strangers = itertools.count(1), itertools.count()
-        half = len(world.known) // 2
-        self.without, self.clicking = world.known[:half], world.known[half:]
-        self.histories = {user: list[str]() for user in world.known}
+        known, self._items = world.known, world.items
+        self.without, self.clicking = known[: len(known) // 2], known[len(known) // 2 :]
+        self.histories = {user: list[str]() for user in known}
         for user, item, _ in world.rows:
             if user in self.histories:
                 self.histories[user].append(item)
@@ -74,7 +74,7 @@ class Bench:
     def click(self, user: str) -> None:
         """One more event of a user, counted at once."""
         number = next(self._numbers)
-        item = self.world.items[number % len(self.world.items)]
+        item = self._items[number % len(self._items)]
         event = Event(str(number), number, user.encode(), item.encode())
         at = Position(int(time.time() * 1000) + number, 0)
         self.service.ladder.newer.users.add(at, event)
@@ -99,6 +99,10 @@ class Bench:
         """Ready answers per second of processor time."""
 
         def run() -> float:
+            # This bench holds the loop for seconds, which its follower takes for an outage.
+            self.service.follower.note("events", None)
+            if any(hot.answer(path) is None for path in paths):
+                raise RuntimeError("an answer is not ready")
             answer, began = hot.answer, time.process_time()
             for path in itertools.islice(itertools.cycle(paths), count):
                 answer(path)
