@@ -94,7 +94,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     filters = Filters(answering.executor, answering.admission.admit_live)
     explainer = Explainer(
         follower, tiers, remote, answering.batcher, answering.admission, store, filters,
-        in_thread=reading,
+        ladder.newer, in_thread=reading,
     )  # fmt: skip
     service = LookupService(
         follower=follower, trial=own.trial, ladder=ladder, metrics=metrics, limits=limits_of(config),

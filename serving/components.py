@@ -1,6 +1,5 @@
 """The answering parts put together: tiers, live path and ladder."""
 
-import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from serving.admission.controller import Admission
 from serving.admission.loop_lag import Pulse
 from serving.config.cpu_affinity import check_cores, place_thread
 from serving.config.settings import ServingConfig
+from serving.lookup.event_inference import compute_of
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
 from serving.lookup.leases import Lead
-from serving.lookup.micro_batcher import MicroBatcher, compute
+from serving.lookup.micro_batcher import MicroBatcher
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches
 from serving.usage.answer_sampling import Picks
@@ -82,7 +82,7 @@ class Answering:
             max_batch=config.live_batch,
             max_queue=config.live_queue,
             max_queue_bytes=config.live_queue_bytes,
-            compute=compute if near is None else functools.partial(compute, near=near),
+            compute=compute_of(near),
             observe=metrics.inferred,
         )
         admission = Admission(
@@ -139,6 +139,7 @@ def _keyed(
         lead=lead if config.lease_wait_ms else None,
         admit=admission.admit_live,
         spares_reads=config.overlay_reads == "auto",
+        changed=metrics.changed,
         reuses=frozenset(config.near),
     )
     ladder = Ladder(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from cache.store.artefacts import ArtefactStore
@@ -10,6 +11,8 @@ from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
 from serving.components import Keyed
 from serving.config.settings import ServingConfig
+from serving.fresh.event_follower import EventFollower
+from serving.fresh.event_metrics import EventMetrics
 from serving.generations.holder import VALUES_S, Shelf
 from serving.generations.pointer_follower import Follower
 from serving.generations.redis_clock import RedisClock
@@ -67,6 +70,7 @@ class HeldNamespace:
                 precision=config.precision,
                 threads=config.live_threads,
                 cores=cores,
+                events=config.events if config.events.enabled else None,
             )
             if near is not None:
                 near.check(snapshot)
@@ -100,6 +104,13 @@ class HeldNamespace:
             refresher.also(VALUES_S, shelf.take_values)
         if config.sketch_s:
             refresher.also(config.sketch_s, sketch.report)
+        if config.events.enabled:
+            events = EventFollower(
+                config.events_redis, control.keyspace, ladder.newer, shelf, partial(follower.note, "events"),
+                limit_bytes=config.events.stream_bytes // 2,
+            )  # fmt: skip
+            refresher.along(events.run)
+            metrics.registry.register(EventMetrics(ladder.newer.users, events.lag_s))
         return cls(keyed, store, clock, sketch, shelf, follower, trial, refresher)
 
 

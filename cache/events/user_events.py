@@ -1,7 +1,7 @@
 """Events of users that a process keeps in memory: by user, packed, newest last. Pure."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from cache.events.event import Event
@@ -31,14 +31,15 @@ class UserEvents:
         self.size_bytes = 0
         self.last = 0
         """Number of the newest position that was taken in."""
-        self._packed: dict[bytes, bytes] = {}
+        self.packed: dict[bytes, bytes] = {}
+        """Events by user, for probes: with each event a user gets another object, and only then."""
 
     def __len__(self) -> int:
         """Users that have any."""
-        return len(self._packed)
+        return len(self.packed)
 
     def __contains__(self, user: bytes) -> bool:
-        return user in self._packed
+        return user in self.packed
 
     def add(self, position: Position, event: Event) -> bool:
         """Takes the next event in; False for one that was there, True also where it is in nobody's history."""
@@ -49,18 +50,18 @@ class UserEvents:
         user, item = event.user, event.item
         if not event.counts or user is None or item is None:
             return True
-        before = self._packed.get(user)
+        before = self.packed.get(user)
         if before is None:
             before = b""
             self.size_bytes += _USER_BYTES + len(user)
         packed = item + _TAIL.pack(event.at_us, number, len(item))
-        self._packed[user] = before + packed
+        self.packed[user] = before + packed
         self.size_bytes += len(packed)
         return True
 
     def has_newer(self, user: bytes, number: int) -> bool:
         """True if the user has an event behind this position's number."""
-        packed = self._packed.get(user)
+        packed = self.packed.get(user)
         return (
             packed is not None and _TAIL.unpack_from(packed, len(packed) - _TAIL.size)[1] > number
         )
@@ -69,32 +70,39 @@ class UserEvents:
         """Events of the user behind this position's number, in the order of their positions."""
         return list(self._backwards(user, number))[::-1]
 
-    def drop_until(self, number: int) -> int:
-        """Forgets all events up to this position's number; how many users have none left."""
+    def drop_until(self, number: int, users: Iterable[bytes] | None = None) -> int:
+        """Forgets events up to this position's number, of all or of some users; how many users have none left."""
         gone = 0
-        for user in list(self._packed):
+        for user in list(self.packed) if users is None else users:
+            if (before := self.packed.get(user)) is None:
+                continue
             kept = self.newer(user, number)
-            before = self._packed[user]
             if not kept:
-                del self._packed[user]
-                self.size_bytes -= _USER_BYTES + len(user) + len(before)
+                self.forget(user)
                 gone += 1
                 continue
             packed = b"".join(
                 each.item + _TAIL.pack(each.at_us, each.number, len(each.item)) for each in kept
             )
-            self._packed[user] = packed
-            self.size_bytes -= len(before) - len(packed)
+            if len(packed) < len(before):
+                self.packed[user] = packed
+                self.size_bytes -= len(before) - len(packed)
         return gone
+
+    def become(self, other: "UserEvents") -> None:
+        """Holds from now on what another one holds, which is given up with that; probes go on where they were."""
+        self.packed.clear()
+        self.packed.update(other.packed)
+        self.size_bytes, self.last = other.size_bytes, other.last
 
     def forget(self, user: bytes) -> None:
         """Forgets a user's events, for one who was erased."""
-        packed = self._packed.pop(user, None)
+        packed = self.packed.pop(user, None)
         if packed is not None:
             self.size_bytes -= _USER_BYTES + len(user) + len(packed)
 
     def _backwards(self, user: bytes, number: int) -> Iterator[UserEvent]:
-        packed = self._packed.get(user, b"")
+        packed = self.packed.get(user, b"")
         end = len(packed)
         while end:
             at = end - _TAIL.size

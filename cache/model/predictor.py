@@ -82,6 +82,29 @@ class Predictor:
             digest.update(f"{name}\0{chosen}\0{manifest.models[name].digest}\0".encode())
         return cls(manifest.tables, items, towers, searchers, precisions, digest.hexdigest())
 
+    def in_full(
+        self,
+        models: Mapping[str, Model],
+        root: Path,
+        *,
+        threads: int = 1,
+        cores: Sequence[int] = (),
+    ) -> "Predictor":
+        """Predictor of the same generation with these models alone, in fp32; its indexes are this one's."""
+        towers = {}
+        for name, model in models.items():
+            if self.precisions.get(name) == "fp32":
+                towers[name] = self._towers[name]
+            else:
+                spec = TowerSpec.from_json(model.spec)
+                towers[name] = Tower.open(
+                    root / model.fp32.path, spec, threads=threads, cores=cores
+                )
+        precisions: dict[str, ModelPrecision] = dict.fromkeys(towers, "fp32")
+        return Predictor(
+            self._tables, self._items, towers, self._searchers, precisions, self.model_digest
+        )
+
     def supports(self, table: str) -> bool:
         """True if the table has a producer whose model and index are here."""
         known = self._tables.get(table)
@@ -133,11 +156,18 @@ class Predictor:
         return ListSearch(self._searchers[str(found.producer.index)], self._items, width)
 
     def lists(
-        self, table: str, best: Ranked, fingerprints: Sequence[int], scored_at: int
+        self,
+        table: str,
+        best: Ranked,
+        fingerprints: Sequence[int],
+        scored_at: int,
+        *,
+        flags: int = 0,
     ) -> list[bytes]:
-        """A record of a top-K table for each row of `best`."""
+        """A record of a top-K table for each row of `best`, with `flags` beside that of a live one."""
         layout, prints = self._tables[table].layout, np.array(fingerprints, np.uint64)
-        return _split(layout, encode_topk(layout, prints, *best, scored_at, flags=FLAG_LIVE))
+        flags |= FLAG_LIVE
+        return _split(layout, encode_topk(layout, prints, *best, scored_at, flags=flags))
 
     def numbers(
         self,

@@ -47,7 +47,8 @@ class Ready(NamedTuple):
     """An answer as it is sent, but for its age, which goes between `head` and `tail`.
 
     `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id. `touch`: its
-    spot and bytes in the sample of what L1 is asked for (`cache.mrc`), if it is in there.
+    spot and bytes in the sample of what L1 is asked for (`cache.mrc`), if it is in there. `events`: those in memory of
+    the user with this id, the very object: with another one it counts for nothing; `is_newer` if it counts any.
     """
 
     stamp: int
@@ -57,13 +58,15 @@ class Ready(NamedTuple):
     asked: tuple[str, bytes]
     request: bytes
     touch: tuple[int, int] | None = None
+    events: bytes | None = None
+    is_newer: bool = False
 
 
 def size_of(entry: Entry | Ready) -> int:
     """Bytes of one entry without its place in the table."""
     if isinstance(entry, Ready):
         sent = len(entry.head) + len(entry.tail) + len(entry.request)
-        return sent + len(entry.asked[1]) + READY_BYTES
+        return sent + len(entry.asked[1]) + len(entry.events or b"") + READY_BYTES
     live = 0 if entry.digest is None else LIVE_BYTES
     return len(entry.record) + OVERHEAD_BYTES + live
 

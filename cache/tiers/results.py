@@ -31,6 +31,8 @@ class MissReason(StrEnum):
     L2_DOWN = "l2_down"
     BREAKER_OPEN = "breaker_open"
 
+    NEWER_EVENTS = "newer_events"
+    """The user has events that the generation lacks, and no answer that counts them is stored yet."""
     FRESH = "fresh"
     TOO_OLD = "too_old"
     EXHAUSTED = "exhausted"

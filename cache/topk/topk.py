@@ -204,6 +204,10 @@ def slabs_of(users: int, threads: int) -> Iterator[slice]:
 def _each(
     run: Callable[[Part], int], parts: Iterable[Part], threads: int, told: Callable[[int], None]
 ) -> None:
+    if threads == 1:  # a thread for one lookup would cost as much as its search
+        for part in parts:
+            told(run(part))
+        return
     with ThreadPoolExecutor(threads) as pool:
         for done in pool.map(run, parts):
             told(done)

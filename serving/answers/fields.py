@@ -53,6 +53,13 @@ class Origin:
     near: Annotated[
         float | None, Say("Distance of the input whose live answer this reuses, in lengths of its vector", TOLD)
     ] = None
+    events: Annotated[int, Say("Events of the user that are counted, and newer than the generation", TOLD)] = 0
+    as_of: Annotated[
+        str | None, Say("Time when the newest of them was accepted, RFC 3339, UTC", TOLD, format="date-time")
+    ] = None
+    approximate: Annotated[
+        bool, Say("Not surely what a night with these events would answer: found by the index, or stored before", TOLD)
+    ] = False
     stale: Annotated[str | None, Say("Why this replica may lag behind", TOLD)] = None
     experiment: Annotated[str | None, Say("Experiment that the request's key is in", TOLD)] = None
     arm: Annotated[str | None, Say("Arm of it that answered", TOLD)] = None

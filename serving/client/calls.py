@@ -52,6 +52,10 @@ class Options:
     deadline_ms: float | None = None
     fresh: bool | None = None
     max_age_seconds: float | None = None
+    max_events: int | None = None
+    """0: the stored answer, whatever newer events the user has."""
+    as_of: str | None = None
+    """Position or time up to which newer events count, as an earlier answer told it."""
     generation: str | None = None
     canary_key: Id | None = None
     arm: str | None = None

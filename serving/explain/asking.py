@@ -47,6 +47,9 @@ def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rerank", metavar="JSON", help='a declared one\'s name, or {"diversify": {"mmr": 0.7}}'
     )
+    parser.add_argument(
+        "--as-of", help="count newer events up to this position or time (default: all)"
+    )
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds (default: 10)")
     parser.add_argument("--json", action="store_true", help="what the service says, as it is")
     return parser
@@ -97,7 +100,7 @@ def question_of(sent: argparse.Namespace) -> dict[str, Any] | None:
         entity["history"] = _history(sent.history)
     if sent.features is not None:
         entity["features"] = _json(sent.features, "--features")
-    options: dict[str, Any] = {"k": sent.k, "generation": sent.generation}
+    options: dict[str, Any] = {"k": sent.k, "generation": sent.generation, "as_of": sent.as_of}
     if sent.filter is not None:
         is_name = NAME.fullmatch(sent.filter)
         options["filter"] = sent.filter if is_name else _json(sent.filter, "--filter")
@@ -138,8 +141,10 @@ def ask(
     headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
     path = f"{root}/v1/{route}/{quote(sent.table, safe='')}"
     if body is None:
-        options = {"k": sent.k, "generation": sent.generation}
-        query = "&".join(f"{k}={quote(str(v))}" for k, v in options.items() if v is not None)
+        options = {"k": sent.k, "generation": sent.generation, "as_of": sent.as_of}
+        query = "&".join(
+            f"{k}={quote(str(v), safe='')}" for k, v in options.items() if v is not None
+        )
         path += f"/{quote(sent.entity, safe='')}" + (f"?{query}" if query else "")
     made: http.client.HTTPConnection
     if scheme == "https":

@@ -62,6 +62,10 @@ def sections_of(told: Mapping[str, Any]) -> Iterator[Section]:
     rows += [(name, str(model[name])) for name in ("reason", "precision") if model[name]]
     rows += list(_prediction(model))
     yield "Model now", rows
+    if (events := told.get("events")) is not None:  # none from an earlier version
+        counted = [f"{each['item']} ({each['position']})" for each in events["counted"]]
+        rows = [("counted", _text(counted)), ("as of", events["as_of"])]
+        yield "Newer events", [*rows, ("night's until", events["until"])]
     if (found := told["difference"]) is not None:
         yield "Difference", [(name.replace("_", " "), _text(each)) for name, each in found.items()]
     if (default := told.get("default")) is not None:

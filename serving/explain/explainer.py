@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.errors import CorruptArtefact
+from cache.events.position import Position
 from cache.filters.masks import Passing
 from cache.filters.reranking import Reranker
 from cache.format.manifest import Table
@@ -23,11 +24,13 @@ from serving.explain.page_check import PageChecks
 from serving.explain.replay import Replay, Unheard
 from serving.explain.rescore import Rescorer, Said
 from serving.explain.summary import sentence
+from serving.fresh.newer_events import CountedEvents, NewerEvents, iso_of
 from serving.generations.pointer_follower import Follower
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
 from serving.lookup.entity import Case, cases_of, want_of_previous
+from serving.lookup.event_counting import count_newer
 from serving.lookup.micro_batcher import MicroBatcher
 from serving.ranking.filters import Filters
 from serving.rendering.answer_fields import Prediction, from_defaults, from_record, is_cut
@@ -50,6 +53,7 @@ class Explainer:
         admission: Admission,
         store: ArtefactStore,
         filters: Filters,
+        newer: NewerEvents,
         *,
         in_thread: InThread,
     ) -> None:
@@ -58,6 +62,7 @@ class Explainer:
         self._pages = PageChecks(looking, remote.control.keyspace, store, in_thread)
         self._rescorer = Rescorer(batcher, admission, looking)
         self._filters = filters
+        self._newer = newer
         self._under_way = 0
         self._unheard = Unheard()
 
@@ -76,12 +81,16 @@ class Explainer:
     async def _told(self, holding: Holding, ask: Ask) -> dict[str, Any]:
         snapshot = holding.live
         (case,) = await cases_of(snapshot, ask)
+        count_newer(self._newer, snapshot, [case], ask.options)
         passing = await self._filters.passing(snapshot, ask.options.filter)
         reranker = await self._filters.reranker(snapshot, ask.options.rerank)
-        table, want, raw = case.table, case.want, case.entity.raw
-        l1, l2 = self._looking.l1(snapshot.view, want), await self._looking.l2(snapshot.view, want)
-        beside = self._looking.beside(snapshot.view, want)
+        table, want, raw, asked = case.table, case.of_the_night, case.entity.raw, case.want
+        view = snapshot.view
+        l1, l2 = self._looking.l1(view, asked), await self._looking.l2(view, asked)
+        beside = self._looking.beside(view, asked)
         barred = case.history_in(snapshot).seen if table.kind == "topk" else frozenset()
+        if case.counted is not None:
+            barred |= frozenset(snapshot.items.ordinals_of(case.counted.items).tolist())
         records = Records(snapshot, case, barred)
         if snapshot.blocks(table, raw):
             case.reason = "entity_blocked"
@@ -103,6 +112,7 @@ class Explainer:
             "degraded": snapshot.degraded,
             "answer": answer,
             "directory": self._directory(snapshot, want),
+            "events": _events(snapshot, case.counted),
             "page": await self._pages.told(snapshot, want.table, want)
             if want.position >= 0
             else None,
@@ -174,6 +184,24 @@ class Explainer:
         except CorruptArtefact:
             return told | {"reason": MissReason.CORRUPT}
         return told | {"found": True}
+
+
+def _events(snapshot: Snapshot, counted: CountedEvents | None) -> dict[str, Any] | None:
+    """Events that the answer counts, and the position up to which the generation has them; None without any."""
+    if counted is None or snapshot.events is None:
+        return None
+    return {
+        "until": str(Position.of_number(snapshot.events.until)),
+        "as_of": counted.as_of,
+        "counted": [
+            {
+                "item": each.item.decode(),
+                "time": iso_of(each.at_us / 1e6),
+                "position": str(Position.of_number(each.number)),
+            }
+            for each in counted.input.events
+        ],
+    }
 
 
 def _answer(case: Case, said: Said) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Replay:
     ) -> None:
         self._looking = looking
         self._said = said
-        self._seen: dict[str, Outcome] = {}
+        self._seen: dict[tuple[str, int | bytes], Outcome] = {}
         found = l2 if l1 is None else l1
         if isinstance(found, Missed) and found.reason in OUTAGES and isinstance(beside, Found):
             found = beside._replace(reason=found.reason)
@@ -45,7 +45,7 @@ class Replay:
 
     async def answered(self, holding: Holding, case: Case, metrics: Metrics) -> Case:
         """The case as the ladder leaves it: its answer has the source, `reason` says why it is no plain hit."""
-        self._seen[holding.live.generation] = self.stored
+        self._seen[holding.live.generation, case.want.key] = self.stored
         ladder = Ladder(self, self, metrics, l2_deadline_s=_PLENTY_S)
         options = RequestOptions(_PLENTY_S, case.k)
         case = dataclasses.replace(case, reason=None)
@@ -53,13 +53,14 @@ class Replay:
         return case
 
     async def look(self, view: View, want: Want) -> Outcome:
-        """The outcome of a look at both tiers, made once for each generation."""
-        if view.generation not in self._seen:
+        """The outcome of a look at both tiers, made once for each generation and record."""
+        seen = view.generation, want.key
+        if seen not in self._seen:
             outcome = self._looking.l1(view, want)
             if not isinstance(outcome, Found):
                 outcome = await self._looking.l2(view, want)
-            self._seen[view.generation] = outcome
-        return self._seen[view.generation]
+            self._seen[seen] = outcome
+        return self._seen[seen]
 
     async def get_many(
         self,

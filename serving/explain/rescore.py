@@ -25,15 +25,16 @@ LIVE_S = 2.0
 
 log = logging.getLogger(__name__)
 
-Input = Literal["sent", "own", "stored_vector"]
+Input = Literal["sent", "own", "events", "stored_vector"]
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
     """Result of a rescore: a record, or `reason` why there is none.
 
-    `computed_from`: history or features that were sent, the item itself, or the vector that the night stored of the
-    user. That one says how the items of the stored list score, not which others would be in it.
+    `computed_from`: history or features that were sent, the item itself, the night's input of a user and newer events,
+    or the vector that the night stored of the user. That one says how the items of the stored list score, not which
+    others would be in it.
     """
 
     record: Record | None
@@ -47,7 +48,7 @@ class Said:
     @property
     def is_of_input(self) -> bool:
         """True if a request would be answered by this, too."""
-        return self.computed_from in ("sent", "own")
+        return self.computed_from in ("sent", "own", "events")
 
     def told(self) -> dict[str, Any]:
         """Fields of the explanation, all but the prediction itself."""
@@ -70,7 +71,7 @@ class Rescorer:
     async def say(self, snapshot: Snapshot, case: Case, stored: Record | None) -> Said:
         """Computes from the input of the case, else from the stored vector for the items of the stored list."""
         began = time.monotonic()
-        precision = _precision(snapshot, case.table)
+        precision = "fp32" if _input(case) == "events" else _precision(snapshot, case.table)
         if snapshot.predictor is None:
             return Said(None, "no_model", _input(case), 0.0, None)
         record: Record | None = None
@@ -96,7 +97,7 @@ class Rescorer:
             return None, None, "overloaded"
         job = Job(
             snapshot, case.table.name, case.source, case.want.fingerprint, case.size_bytes,
-            time.monotonic() + LIVE_S,
+            time.monotonic() + LIVE_S, newer=case.counted and case.counted.input,
         )  # fmt: skip
         try:
             computed = await asyncio.wait_for(self.batcher.infer(job), LIVE_S)
@@ -141,6 +142,8 @@ class Rescorer:
 
 
 def _input(case: Case) -> Input | None:
+    if case.counted is not None and not case.is_settled:
+        return "events"
     if case.entity.has_input:
         return "sent"
     return None if case.own_ordinal is None else "own"

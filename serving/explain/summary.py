@@ -19,6 +19,7 @@ _REASONS = _AWAY | {
     MissReason.PAGE_MISSING: "its page is not in Redis",
     MissReason.CORRUPT: "its record in Redis is damaged or of another entity",
     MissReason.ENTITY_BLOCKED: "it is on the blocklist",
+    MissReason.NEWER_EVENTS: "the user has newer events, and no answer with them is stored",
     MissReason.EXHAUSTED: "nothing of its list is left to show",
 }
 _TIERS = {
@@ -58,6 +59,7 @@ def _compared(found: Mapping[str, Any], computed_from: str) -> str:
     by = {
         "sent": "the model, from what was sent,",
         "own": "the model",
+        "events": "the model, from the night's input and newer events,",
         "stored_vector": "the stored vector",
     }[computed_from]
     if found["exact"]:

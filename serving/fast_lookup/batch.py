@@ -101,6 +101,9 @@ class Batches:
             is_plain &= [not live.blocks(table, raw) for raw in lookup.raws]
         if changed_facet(live, table) is not None:
             is_plain[:] = False
+        newer = self._ladder.newer
+        if newer.packed and not newer.packed.keys().isdisjoint(lookup.raws):
+            is_plain &= [not newer.changes(live, table, raw) for raw in lookup.raws]
         return wants, is_plain
 
     async def read(self, lookup: Lookup, wants: Wants) -> tuple[Rows, NDArray[np.bool_]]:

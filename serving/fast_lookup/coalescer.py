@@ -169,7 +169,7 @@ class Together:
             if not each and marks.stale is None:
                 start = body[: -len(ends[Source.L1])]
                 is_facet = get.table.is_facet
-                ready = marks.ready(start, name, get.request, by_attributes=is_facet)
+                ready = marks.ready(start, name, get.request, get.events, by_attributes=is_facet)
                 self._service.tiers.keep(live.view, get.want, ready)
             member.told.set_result(body)
             if each:

@@ -51,6 +51,8 @@ class Hot:
         self._shelf = service.follower.shelf
         self._tiers = tiers = service.tiers
         self._ready = tiers.local.ready
+        self._newer = service.ladder.newer
+        self._events = self._newer.packed.get
         self._concerns = service.follower.concerns
         self._metrics = service.metrics
         self._requests = service.metrics.tally.requests
@@ -92,6 +94,8 @@ class Hot:
         if holding is None or self._shelf.is_divided or self._concerns.text is not None:
             return None
         if ready.stamp != holding.live.stamp and ready.stamp != holding.live.values_stamp:
+            return None
+        if self._events(ready.asked[1]) is not ready.events:
             return None
         if ready.touch is not None:
             sent.touched(ready)
@@ -147,7 +151,11 @@ class Hot:
             and not live.blocks(table, asked.raw)
             and changed_facet(live, table) is None
         )
-        return Get(holding, table, asked, want, options, started, request, is_plain, passing)
+        if (events := self._events(asked.raw)) is not None:
+            is_plain = is_plain and not self._newer.changes(live, table, asked.raw)
+        return Get(
+            holding, table, asked, want, options, started, request, is_plain, passing, events
+        )
 
     def joins(self, asked: Get) -> asyncio.Future[Told] | None:
         """The future answer to a GET that goes along with others, which needs no task; None if it does not."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import orjson
 
@@ -18,7 +18,7 @@ FLUSHED = 256
 TIMED = 128
 """Answers per timed one, which stands for all of them."""
 
-_asked, _table = itemgetter(4), itemgetter(0)
+_asked, _table, _is_newer = itemgetter(4), itemgetter(0), attrgetter("is_newer")
 
 
 class SentReady(list[Ready]):
@@ -44,6 +44,7 @@ class SentReady(list[Ready]):
         self._counters, self._trace = service.tiers.counters, service.tiers.trace
         self._tally, self._answer_seconds = service.metrics.tally, service.metrics.answer_seconds
         self._picks = service.ladder.watch.picks
+        self._changed = service.metrics.changed.answers
         self._step = TIMED if self._observes else FLUSHED
         self.due = self._step
         self._recent.earlier = self._counters.flush = self.flush
@@ -77,6 +78,8 @@ class SentReady(list[Ready]):
         for at, seconds in enumerate(times):
             stands_for = count * (at + 1) // len(times) - count * at // len(times)
             self._answer_seconds.observe(Source.L1, seconds, stands_for)
+        if any(map(_is_newer, self)):
+            self._changed.update([_table(each.asked) for each in self if each.is_newer])
         tables = self._local.ready_tables
         each = dict.fromkeys(tables, count) if len(tables) == 1 else Counter(map(_table, asked))
         for name, found in each.items():
@@ -100,7 +103,7 @@ class SentReady(list[Ready]):
         """Samples an answer as it was sent, but with its age as of now; one from before a flip is passed over."""
         holding, now = self._shelf.holding, self._clock()
         stamps = () if holding is None else (holding.live.stamp, holding.live.values_stamp)
-        if holding is not None and ready.stamp in stamps:
+        if holding is not None and ready.stamp in stamps and not ready.is_newer:
             age = orjson.dumps(round(now - ready.data_until, 3))
             body = b"".join((ready.head, age, ready.tail))
             self._picks.put(

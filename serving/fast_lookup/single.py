@@ -12,9 +12,10 @@ from serving.fast_lookup.batch import Batches
 from serving.fast_lookup.coalescer import Together, Told
 from serving.fast_lookup.single_request import Get
 from serving.lookup.answer_builder import Turn
+from serving.lookup.entity import Case
 from serving.lookup.service import LookupService
-from serving.rendering.answer_fields import JSON
-from serving.rendering.json_single import start_of
+from serving.rendering.answer_fields import JSON, Answer
+from serving.rendering.json_single import ready_with_events, start_of
 from serving.tracing.request_context import note
 from serving.usage.answer_sampling import Pick
 
@@ -118,7 +119,7 @@ class Singles:
         marks = self._batches.marks(live)
         if source is Source.L1 and marks.stale is None:
             by_attributes = get.passing is not None or get.table.is_facet
-            ready = marks.ready(start, name, get.request, by_attributes=by_attributes)
+            ready = marks.ready(start, name, get.request, get.events, by_attributes=by_attributes)
             self._tiers.keep(live.view, get.want, ready)
         return start + marks.end(source, self._clock())
 
@@ -129,4 +130,17 @@ class Singles:
             case.take(outcome)
         turn = Turn.of(get.options, get.started)
         answers = await self._ladder.resolve(get.holding, [case], turn)
-        return orjson.dumps(self._service.marked(answers)[0], option=JSON)
+        answer = self._service.marked(answers)[0]
+        self._keep_newer(get, case, answer)
+        return orjson.dumps(answer, option=JSON)
+
+    def _keep_newer(self, get: Get, case: Case, answer: Answer) -> None:
+        """Keeps an answer with newer events that L1 gave; one that settled for less is made again."""
+        live, events = get.holding.live, get.events
+        is_whole = case.counted is not None and not case.is_settled
+        if events is None or not is_whole or answer["source"] is not Source.L1:
+            return
+        if "stale" in answer or self._ladder.newer.packed.get(get.asked.raw) is not events:
+            return
+        ready = ready_with_events(live, answer, get.asked.raw, get.request, events)
+        self._tiers.keep(live.view, get.want, ready)

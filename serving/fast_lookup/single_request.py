@@ -26,6 +26,8 @@ class Get(NamedTuple):
     """True if a record of the night may answer it."""
     passing: Passing | None = None
     """Items that pass its filter; None without one."""
+    events: bytes | None = None
+    """Events in memory of a user with this id when it came, as they were kept."""
 
     @property
     def k(self) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache.config.events import EventsConfig
 from cache.errors import CorruptArtefact, LarderError
+from cache.events.event_predictor import EventPredictor, GenerationEvents
 from cache.events.position import Position
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
@@ -70,7 +72,9 @@ class Snapshot:
     filtering: Filtering | None = None
     """Filters over its items; None where these have no attributes."""
     seen: SeenItems | None = None
-    """Items that users had, where there are filters."""
+    """Items that users had, where there are filters or events."""
+    events: GenerationEvents | None = None
+    """Events that it has; None where it says nothing of any, or none are followed."""
     values_until: int = 0
     """Number of the position up to which its filters know what events set."""
     stamp: int = field(init=False, default_factory=_STAMPS.__next__)
@@ -90,6 +94,7 @@ class Snapshot:
         precision: Precision,
         threads: int,
         cores: Sequence[int] = (),
+        events: EventsConfig | None = None,
     ) -> Self:
         """Fetches, verifies, maps and warms a generation; slow, so never on the event loop.
 
@@ -106,6 +111,15 @@ class Snapshot:
         }
         items = ItemTable.open(root, manifest)
         predictor, degraded = _open_predictor(store, manifest, items, precision, threads, cores)
+        seen = SeenItems.open(root, manifest, directories["user"])
+        has = None if events is None or seen is None else GenerationEvents.of(manifest)
+        if events is not None and seen is not None and has is not None and predictor is not None:
+            opened = functools.partial(
+                EventPredictor.open, manifest, root, items, seen, predictor, threads=threads,
+                cores=cores, exact_bytes=events.exact_bytes,
+            )  # fmt: skip
+            exact, degraded = _open_event_predictor(store, manifest, opened)
+            has = dataclasses.replace(has, predictor=exact)
         blocked, blocked_ordinals = _blocked(blocklist, items)
         return cls(
             generation=generation,
@@ -124,7 +138,8 @@ class Snapshot:
             blocked_ordinals=blocked_ordinals,
             filtering=Filtering.open(root, manifest, items),
             values_until=_until(manifest),
-            seen=SeenItems.open(root, manifest, directories["user"]),
+            seen=seen,
+            events=has,
         )
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
@@ -224,6 +239,20 @@ def _open_predictor(
         predictor.warm()
     except Exception as error:  # models are guests: a broken one must not take the pages along
         log.exception("generation %s has no working model", manifest.generation)
+        return None, error.message if isinstance(error, LarderError) else type(error).__name__
+    return predictor, None
+
+
+def _open_event_predictor(
+    store: ArtefactStore, manifest: Manifest, opened: Callable[[], EventPredictor | None]
+) -> tuple[EventPredictor | None, str | None]:
+    try:
+        for artefact in [each for model in manifest.models.values() for each in model.fp32_files]:
+            fetch_checked(store, manifest.generation, artefact)
+        if (predictor := opened()) is not None:
+            predictor.warm()
+    except Exception as error:  # as above
+        log.exception("generation %s has no working model for newer events", manifest.generation)
         return None, error.message if isinstance(error, LarderError) else type(error).__name__
     return predictor, None
 

@@ -71,6 +71,11 @@ EXPLAINED: Json = object_of(
             ("tier", "reason", "live"),
         ),
         "directory": {"type": "object", "description": "Where the night has it, by its hash"},
+        "events": {
+            **_FOUND,
+            "description": "Newer events that are counted, `as_of` the newest, and `until` where the generation has "
+            "them; null: none",
+        },
         "page": {**_FOUND, "description": "Its page in Redis with its checksum; null: unknown"},
         "l1": _TIER,
         "l2": _TIER,
@@ -80,7 +85,8 @@ EXPLAINED: Json = object_of(
         "model": {
             "type": "object",
             "description": "What the model says now, and from what: `computed_from` is `sent`, `own` (the item "
-            "itself), `stored_vector` (scores of the stored list only) or null",
+            "itself), `events` (the night's input and newer events), `stored_vector` (scores of the stored list "
+            "only) or null",
         },
         "difference": {**_FOUND, "description": "Model minus record: `exact`, `overlap`, deltas"},
         "default": {**_FOUND, "description": "What answers if nothing else does"},

@@ -53,6 +53,16 @@ OPTIONS: Json = {
         "description": "Compute from the input though a stored answer exists",
     },
     "max_age_seconds": {"type": "number", "minimum": 0},
+    "max_events": {
+        "type": "integer",
+        "enum": [0],
+        "description": "0: the stored answer, whatever events the user has that are newer",
+    },
+    "as_of": {
+        "type": "string",
+        "description": "Count events of the user up to this position, or accepted by this time (RFC 3339), as an "
+        "earlier answer told: while they are kept, it is made again",
+    },
     "generation": {"type": "string", "description": "Answer from this generation, or 409"},
     "canary_key": {
         **ID,

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from cache.filters.masks import Passing
 from cache.filters.reranking import Reranker
 from cache.format.records.codec import Record
-from cache.tiers.results import MissReason
-from serving.answers.sources import STORED, Source
+from cache.tiers.results import NOWHERE, MissReason
+from serving.answers.sources import FALLBACKS, STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case, Partial, changed_facet
 from serving.metrics.registry import Metrics
@@ -122,13 +122,15 @@ class Reply:
         """
         table = snapshot.manifest.tables[case.table.name]
         barred: Barred = (turn.excluded(snapshot),)
-        # A live record was computed from this very history, and leaves it out.
-        if source is not Source.LIVE and table.kind == "topk" and case.entity.history:
+        # A live record was computed from this very history, and leaves it out; one with events from theirs.
+        is_of_history = source is Source.LIVE and case.counted is None
+        if not is_of_history and table.kind == "topk" and case.entity.history:
             barred += (case.history_in(snapshot).seen,)
         column, raw = changed_facet(snapshot, table), case.entity.raw
         if column is not None and raw is not None and record.items is not None:
             lost = record.items[~column.have(raw.decode(), record.items)]
             barred += (frozenset(lost.tolist()),)
+        barred += self._newer(case, snapshot, source)
         passing, reranker = turn.passing(snapshot), turn.reranker(snapshot)
         if not turn.can_take(snapshot):
             return
@@ -157,11 +159,12 @@ class Reply:
         source: Source,
         producer: str,
         turn: Turn,
+        told: Mapping[str, bool],
     ) -> None:
-        """Answers with the best of what passes the filter."""
+        """Answers with the best of what passes the filter; `told` are fields that are true of its vector."""
         prediction = listed(snapshot, *found, case.k, turn.reranker(snapshot))
         case.reason = None
-        self._finish(case, prediction, snapshot, source, producer, turn, {})
+        self._finish(case, prediction, snapshot, source, producer, turn, told)
 
     def settle(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         """Answers with what of a list passes the filter; that others pass as well is told by `short` and the reason."""
@@ -177,7 +180,8 @@ class Reply:
     def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         """Answers with what holds for everybody."""
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
-        barred, passing = (turn.excluded(snapshot),), turn.passing(snapshot)
+        barred: Barred = (turn.excluded(snapshot), *self._newer(case, snapshot, Source.DEFAULT))
+        passing = turn.passing(snapshot)
         prediction = from_defaults(
             snapshot, case.table, case.entity, case.k, barred, passing, turn.reranker(snapshot)
         )
@@ -185,6 +189,13 @@ class Reply:
             prediction["short"] = _is_short(passing, left_out(case, snapshot, turn), case.k)
         producer = "defaults" if case.table.name in snapshot.defaults else None
         self._finish(case, prediction, snapshot, Source.DEFAULT, producer, turn, {})
+
+    @staticmethod
+    def _newer(case: Case, snapshot: Snapshot, source: Source) -> Barred:
+        """Items of newer events, where a list was made without them."""
+        if case.counted is None or case.table.kind != "topk" or _counts(case, source):
+            return ()
+        return (frozenset(snapshot.items.ordinals_of(case.counted.items).tolist()),)
 
     def _finish(
         self,
@@ -198,17 +209,25 @@ class Reply:
     ) -> None:
         table = case.table.name
         # Of a history that only kept items out of a list of the night, nothing was used to compute.
-        is_used = producer == "live" or case.live_reason == "no_usable_input"
+        is_used = case.counted is None and (
+            producer == "live" or case.live_reason == "no_usable_input"
+        )
         dropped = 0
         if is_used:
-            counted = case.dropped if source is Source.LIVE else None
-            dropped = case.history_in(snapshot).dropped if counted is None else counted
+            by_live = case.dropped if source is Source.LIVE else None
+            dropped = case.history_in(snapshot).dropped if by_live is None else by_live
+        if (counted := case.counted) is not None:
+            self._metrics.changed.answers[table] += 1
+            told = {"approximate": True, **told} if not _counts(case, source) else told
+            if case.reason in NOWHERE and not case.is_settled:
+                case.reason = MissReason.NEWER_EVENTS
         # A caller need not know that the unknown was remembered, or not looked up.
         reason = _NOWHERE if case.reason in _UNTOLD else case.reason
         case.answer = complete(
             prediction, snapshot, table, case.entity, source, producer, self._clock(),
             reason=reason, live=case.live_reason, dropped_history=dropped or None,
-            reranked=turn.reranked(snapshot), near=case.near if source is Source.LIVE else None, **told,
+            reranked=turn.reranked(snapshot), near=case.near if source is Source.LIVE else None,
+            events=counted and counted.events, as_of=counted and counted.as_of, **told,
         )  # fmt: skip
         self._metrics.answered(table, source, self._timer() - turn.started)
         if source not in STORED:
@@ -217,7 +236,6 @@ class Reply:
             self._metrics.missed(table, word)
         elif source is Source.L2:
             self._watch.read(snapshot.generation, table, case.want.key, case.want.position >= 0)
-
         if case.is_cold:
             self._watch.cold.append((table, case.entity.raw or b""))
 
@@ -234,7 +252,8 @@ class Reply:
 
         What was reused has a measure of its own.
         """
-        if turn.options.is_reshaped or (case.near is not None and source is Source.LIVE):
+        is_near = case.near is not None and source is Source.LIVE
+        if turn.options.is_reshaped or is_near or case.counted is not None:
             return
         picks = self._watch.picks
         picks.left -= 1
@@ -250,14 +269,21 @@ class Reply:
             ))  # fmt: skip
 
 
+def _counts(case: Case, source: Source) -> bool:
+    """True if what answers a case was computed from the newer events that it counts."""
+    return not case.is_settled and source not in FALLBACKS
+
+
 def left_out(case: Case, snapshot: Snapshot, turn: Turn) -> NDArray[np.int64]:
     """Ordinals int64 that a list leaves out: what the night knew and the caller sends of the past included."""
     gone = turn.excluded(snapshot) | case.history_in(snapshot).seen | snapshot.blocked
     if (own := case.own_ordinal) is not None:  # no item is similar to itself
         gone |= {own}
+    if case.counted is not None:
+        gone |= frozenset(snapshot.items.ordinals_of(case.counted.items).tolist())
     ordinals = np.array(sorted(gone), np.int64)
-    if case.table.entity == "user" and snapshot.seen is not None and case.want.position >= 0:
-        ordinals = np.concatenate([ordinals, snapshot.seen.of(case.want.position)])
+    if case.table.entity == "user" and snapshot.seen is not None and case.position >= 0:
+        ordinals = np.concatenate([ordinals, snapshot.seen.of(case.position)])
     return ordinals[ordinals >= 0]  # of what is excluded some may be no items
 
 

@@ -14,6 +14,7 @@ from cache.format.records.codec import Record, decode
 from cache.model.predictor import LiveInput
 from cache.tiers.results import Found, Missed, MissReason, Outcome, Want
 from serving.answers.sources import Source
+from serving.fresh.newer_events import CountedEvents
 from serving.generations.snapshot import Snapshot
 from serving.rendering.answer_fields import Answer, History, Prediction, history_in
 from serving.requests.errors import Problem, from_input
@@ -61,7 +62,8 @@ class Case:
     """Case of one entity: `reason` says why there is no plain hit, `live_reason` why live had an input and no answer.
 
     `dropped` counts the ids of the history that the model lacked, where live has counted them. `near` is the distance
-    of the input whose answer live reused; where `is_exact`, none will do.
+    of the input whose answer live reused; where `is_exact`, none will do. `counted` are newer events of the user, which
+    the answer counts; once `is_settled`, by leaving their items out of a list that was computed without them.
     """
 
     entity: RequestedEntity
@@ -77,7 +79,10 @@ class Case:
     partial: Partial | None = None
     near: float | None = None
     is_exact: bool = False
+    counted: CountedEvents | None = None
+    is_settled: bool = False
     _history: tuple[str, History] | None = None
+    _stored: Want | None = None
 
     def take(self, outcome: Outcome) -> None:
         """Takes over how a read of the tiers ended."""
@@ -86,9 +91,43 @@ class Case:
         else:
             self.found = outcome
 
+    def count(self, counted: CountedEvents, *, is_settled: bool) -> None:
+        """Takes newer events into account: what is stored of a user with them lies beside, under their digest.
+
+        A list that the night made under a filter is left out, too: what passes is looked for in the user's own.
+        """
+        self.counted, self.is_settled, self.is_exact = counted, is_settled, True
+        self.reason = self.found = None
+        if not is_settled:
+            digest = counted.digest
+            self._stored, self.digest = self.want._replace(table=self.table), digest
+            self.want = Want(self.table, digest, fingerprint(digest), -1, digest)
+
+    def settle(self) -> bool:
+        """Wants what the night stored from now on, where nothing can be had that counts newer events.
+
+        Returns whether there may be such a thing, which was not asked for before.
+        """
+        if self._stored is None:
+            return False
+        self.want, self._stored, self.is_settled = self._stored, None, True
+        return self.want.position >= 0
+
+    @property
+    def of_the_night(self) -> Want:
+        """Read request for what the night stored, whatever is wanted in its place."""
+        return self._stored or self.want
+
+    @property
+    def position(self) -> int:
+        """Position of the entity in its directory; -1 where the night did not know it."""
+        return self.want.position if self.counted is None else self.counted.input.position
+
     @property
     def size_bytes(self) -> int:
         """Approximate bytes of the input while it waits for the model."""
+        if self.counted is not None:
+            return 256 + 128 * self.counted.events
         history, features = self.entity.history or (), self.entity.features or {}
         named = [128 + len(name) + _feature_bytes(each) for name, each in features.items()]
         return 256 + 49 * len(history) + sum(map(len, history)) + sum(named)
@@ -109,7 +148,7 @@ class Case:
     def is_cold(self) -> bool:
         """True if the night did not know the id, though it may be served."""
         return (
-            self.want.position < 0
+            self.position < 0
             and self.entity.raw is not None
             and self.reason != MissReason.ENTITY_BLOCKED
         )
@@ -123,6 +162,8 @@ class Case:
         """True if it is not blocked, has an input and its table a producer; the model itself may still be down."""
         if self.reason == MissReason.ENTITY_BLOCKED:
             return False
+        if self.counted is not None and (self.position >= 0 or not self.is_settled):
+            return not self.is_settled
         if not self.entity.has_input and self.own_ordinal is None:
             return False
         return snapshot.predictor is None or snapshot.predictor.supports(self.table.name)

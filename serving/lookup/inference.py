@@ -1,21 +1,24 @@
 """Live inference, once per key and input, whoever asks for it; what may be kept of it is kept."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from cache.errors import CorruptArtefact
 from cache.l2.lease_commands import Mark
 from cache.tiers.results import STANDS_IN, MissReason
 from cache.tiers.singleflight import Boarded, SingleFlight
-from cache.tiers.tiered import Found, Tiered
+from cache.tiers.tiered import Found, Tiered, Want
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case, YieldPacer
 from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
 from serving.lookup.repeat_rate import Repeats
+from serving.metrics.changed_answers import ChangedAnswers
 
 SHARED = frozenset(
     {
@@ -46,6 +49,14 @@ Key = tuple[str, str, int | bytes, bytes, bool]
 """Generation, table, entity and digest of the input, and if another's answer will do: what one inference answers."""
 
 
+class Wanted(NamedTuple):
+    """Answer that an inference gives: of which record and input, and if it stands in for one of the night."""
+
+    want: Want
+    digest: bytes
+    stands_in: bool
+
+
 @dataclass(slots=True, eq=False)
 class Inferences:
     """The live rung; callers with the same input share a flight, callers with different inputs never do."""
@@ -58,6 +69,7 @@ class Inferences:
     lead: Lead | None = None
     admit: Callable[[], bool] = lambda: True
     spares_reads: bool = False
+    changed: ChangedAnswers | None = None
     reuses: frozenset[str] = frozenset()
     """Tables whose answers to inputs close by may be reused."""
     repeats: Repeats = field(init=False, default_factory=Repeats)
@@ -87,6 +99,8 @@ class Inferences:
             if waiters:
                 await asyncio.wait(waiters, timeout=max(0.0, give_up - time.monotonic()))
             outcomes = [_outcome(case, each) for case, each in zip(cases, boarded, strict=False)]
+            if self.changed is not None:
+                self._compare(self.changed, snapshot, cases, outcomes)
         finally:
             for each in boarded:
                 if each is not None:
@@ -114,13 +128,16 @@ class Inferences:
 
         def work() -> asyncio.Future[Computed]:
             job = Job(
-                snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline, may_reuse=may_reuse
+                snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline, may_reuse=may_reuse,
+                newer=case.counted and case.counted.input,
             )  # fmt: skip
             self._jobs[key] = job
+            # As it is now: a case that settles for less wants something else.
+            asked = Wanted(want, case.digest, case.reason in STANDS_IN)
             if lead is None or not is_led:
-                computing = self._infer(job, case)
+                computing = self._infer(job, asked)
             else:
-                computing = asyncio.ensure_future(self._led(lead, job, case))
+                computing = asyncio.ensure_future(self._led(lead, job, asked))
             computing.add_done_callback(lambda _: self._forget(key, job))
             return computing
 
@@ -137,9 +154,9 @@ class Inferences:
                 if self.repeats.spare():
                     self.tiers.probe(snapshot.view, want, self.repeats.probed)
 
-    def _infer(self, job: Job, case: Case, mark: Mark | None = None) -> asyncio.Future[Computed]:
+    def _infer(self, job: Job, asked: Wanted, mark: Mark | None = None) -> asyncio.Future[Computed]:
         # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
-        unknown, outage = case.want.position < 0, case.reason in STANDS_IN
+        unknown, outage = asked.want.position < 0, asked.stands_in
 
         def keep(done: asyncio.Future[Computed]) -> None:
             if not (unknown or outage) or done.cancelled() or done.exception() is not None:
@@ -148,7 +165,7 @@ class Inferences:
             if computed.near is None:
                 ttl_s = self.overlay_ttl_s if unknown else self.outage_ttl_s
                 view = job.snapshot.view
-                self.tiers.put_live(view, case.want, computed.record, case.digest, ttl_s, mark)
+                self.tiers.put_live(view, asked.want, computed.record, asked.digest, ttl_s, mark)
             elif mark is not None and self.lead is not None:
                 # Kept nowhere, for it was not computed from this input: others compute, or reuse, at once.
                 self.lead.give_back(mark)
@@ -157,16 +174,39 @@ class Inferences:
         computing.add_done_callback(keep)
         return computing
 
-    async def _led(self, lead: Lead, job: Job, case: Case) -> Computed:
+    async def _led(self, lead: Lead, job: Job, asked: Wanted) -> Computed:
         async def compute(mark: Mark | None) -> Computed:
-            return await self._infer(job, case, mark)
+            return await self._infer(job, asked, mark)
 
         limit_s = max(0.0, job.deadline - time.monotonic())
-        answer = await lead.answer(job.snapshot.view, case.want, case.digest, limit_s, compute)
+        answer = await lead.answer(job.snapshot.view, asked.want, asked.digest, limit_s, compute)
         if not isinstance(answer, Found):
             return answer
         self.found_again()
         return Computed(answer.record)
+
+    def _compare(
+        self,
+        changed: ChangedAnswers,
+        snapshot: Snapshot,
+        cases: Sequence[Case],
+        outcomes: Sequence[Computed | LiveUnavailable],
+    ) -> None:
+        """Compares lists computed from newer events with the night's, where L1 holds that: a sample without a read."""
+        for case, outcome in zip(cases, outcomes, strict=False):
+            if (
+                case.counted is None
+                or case.table.kind != "topk"
+                or not isinstance(outcome, Computed)
+            ):
+                continue
+            if (found := self.tiers.look(snapshot.view, case.of_the_night)) is not None:
+                record, stored = outcome.record, found.record
+                with contextlib.suppress(CorruptArtefact):
+                    items = case.decoded(snapshot, record).items
+                    before = case.decoded(snapshot, stored).items
+                    if items is not None and before is not None:
+                        changed.compare(case.table.name, items, before)
 
     def _forget(self, key: Key, job: Job) -> None:
         if self._jobs.get(key) is job:

@@ -10,10 +10,12 @@ from cache.l2.commands import OVERLAY_COMMANDS
 from cache.l2.pool import deadline_for
 from cache.tiers.tiered import Found, MissReason, Outcome, View, Want
 from serving.answers.sources import Source
+from serving.fresh.newer_events import NewerEvents
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Reply, Turn
 from serving.lookup.entity import Case, YieldPacer, cases_of, still_open, want_of_previous
+from serving.lookup.event_counting import count_newer
 from serving.lookup.micro_batcher import Computed, LiveUnavailable
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
@@ -65,13 +67,14 @@ class Ladder:
         *,
         l2_deadline_s: float,
         watch: UsageObserver | None = None,
+        newer: NewerEvents | None = None,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.recent = Recent()
         self.watch = watch or UsageObserver(metrics.l1_misses)
-        self._tiers = tiers
-        self._inferences = inferences
+        self.newer = newer or NewerEvents()
+        self._tiers, self._inferences = tiers, inferences
         self._metrics = metrics
         self.reply = Reply(metrics, self.watch, timer, clock)
         self._l2_deadline_s = l2_deadline_s
@@ -109,6 +112,8 @@ class Ladder:
             if case.want.position >= 0 and case.entity.raw is not None
         )
         try:
+            if self.newer.packed:
+                count_newer(self.newer, live, cases, turn.options)
             for rung in self._rungs:
                 if waiting := still_open(cases):
                     await rung(holding, waiting, turn)
@@ -230,7 +235,8 @@ class Ladder:
         unread = [
             case
             for case in cases
-            if case.reason == MissReason.FRESH
+            if case.settle()
+            or case.reason == MissReason.FRESH
             or (case.reason == MissReason.UNREAD and case.live_reason != "overloaded")
         ]
         for case in unread:

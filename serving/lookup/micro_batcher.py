@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
+from cache.events.event_predictor import EventInput
 from cache.model.predictor import LiveInput, Predictor, Prepared
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_cost import Cost
@@ -37,6 +38,13 @@ class Job:
     queued_at: float = 0.0
     may_reuse: bool = False
     """True if the answer to an input close by will do."""
+    newer: EventInput | None = None
+    """Newer events to compute from, in place of `source`."""
+
+    @property
+    def lane(self) -> str:
+        """Name of what shares its batches, and what these cost."""
+        return self.table if self.newer is None else f"{self.table} with events"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +109,7 @@ class MicroBatcher:
         ):
             done.set_exception(LiveUnavailable("busy"))
             return done
-        lane = id(job.snapshot), job.table
+        lane = id(job.snapshot), job.lane
         waiting = self._lanes.get(lane)
         if waiting is None:
             waiting = self._lanes[lane] = deque()
@@ -165,7 +173,7 @@ class MicroBatcher:
             try:
                 outcomes = self._compute([job for job, _ in batch])
             except Exception as failed:
-                error = _without_frames(failed)
+                error = without_frames(failed)
             # One hop back: a future of the loop's own in between would cost a lone request two turns more.
             tell(outcomes, error, self._timer())
 
@@ -197,7 +205,7 @@ class MicroBatcher:
             outcomes = [error] * len(batch)
         else:
             self._observe(len(batch), ended - started)
-            self._costs[batch[0][0].table].add(len(batch), ended - started)
+            self._costs[batch[0][0].lane].add(len(batch), ended - started)
         if self._lanes:  # the next batch first: the model works while answers are handed out
             self._pump()
         _resolve(batch, outcomes)
@@ -233,7 +241,7 @@ def compute(
     try:
         found = predictor.prepare_all(table, [job.source for job in jobs])
     except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
-        return [_without_frames(error)] * len(jobs)
+        return [without_frames(error)] * len(jobs)
     for place, prepared in enumerate(found):
         if isinstance(prepared, Prepared):
             ready.append((place, prepared))
@@ -274,7 +282,7 @@ def _predict(
             outcomes[place] = Computed(record, prepared.dropped)
     except Exception as error:
         if len(ready) == 1:
-            outcomes[ready[0][0]] = _without_frames(error)
+            outcomes[ready[0][0]] = without_frames(error)
             return
         for one in ready:
             _predict(predictor, jobs, [one], outcomes, scored_at, near)
@@ -284,7 +292,7 @@ def _near_input(job: Job, prepared: Prepared) -> NearInput:
     return NearInput(prepared, job.fingerprint, kind_of(job.source) if job.may_reuse else None)
 
 
-def _without_frames(error: Exception) -> Exception:
+def without_frames(error: Exception) -> Exception:
     """The error, its traceback as text: frames hold the jobs and the error itself, and so keep their generation."""
     if not hasattr(error, "__notes__"):
         error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())

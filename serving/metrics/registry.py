@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summ
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from serving.answers.sources import Source
+from serving.metrics.changed_answers import ChangedAnswers
 from serving.metrics.fast_counters import Seconds, Tally
 from serving.metrics.miss_reasons import WORDS, L1Misses
 from serving.tracing.request_context import note
@@ -54,6 +55,8 @@ class Metrics:
         )
         self.l1_misses = L1Misses()
         registry.register(self.l1_misses)
+        self.changed = ChangedAnswers()
+        registry.register(self.changed)
         self.live_failures = counter(
             "larder_live_failures", "Inputs that live did not answer", ["table", "reason"]
         )

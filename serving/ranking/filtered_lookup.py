@@ -1,7 +1,8 @@
 """Lookup under a filter or in another order: from the list if enough of it passes, else the best of all that passes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ class VectorOf(NamedTuple):
     vector: NDArray[np.float32]
     source: Source
     producer: str
+    told: Mapping[str, bool] = MappingProxyType({})
+    """Fields of an answer that are true because of it."""
 
 
 class FilteredLookup:
@@ -60,7 +63,9 @@ class FilteredLookup:
             pace = YieldPacer(turn.options)
             for (case, each), best in zip(known, found or (), strict=False):
                 await pace.step(case.entity)
-                self._ladder.reply.searched(case, snapshot, best, each.source, each.producer, turn)
+                self._ladder.reply.searched(
+                    case, snapshot, best, each.source, each.producer, turn, each.told
+                )
         for case in cases:
             if case.answer is None:
                 self._ladder.reply.settle(case, snapshot, turn)
@@ -89,7 +94,10 @@ class FilteredLookup:
             answers = await self._ladder.lookup(holding, Ask(entities, options), turn.started)
             for place, answer in zip(users, answers, strict=True):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
-                    found[place] = VectorOf(answer["vector"], answer["source"], answer["producer"])
+                    told = {"approximate": True} if answer.get("approximate") else {}
+                    found[place] = VectorOf(
+                        answer["vector"], answer["source"], answer["producer"], told
+                    )
         return found
 
 

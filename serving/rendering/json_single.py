@@ -40,23 +40,42 @@ class Marks:
         return b"".join((self._heads[tier], self.age(now), self._tail))
 
     def ready(
-        self, start: bytes, asked: tuple[str, bytes], request: bytes, *, by_attributes: bool
+        self,
+        start: bytes,
+        asked: tuple[str, bytes],
+        request: bytes,
+        events: bytes | None = None,
+        *,
+        by_attributes: bool,
     ) -> Ready:
         """An answer from L1 whose prediction is `start`, for when it is asked for again.
 
         With `by_attributes` it depends on those of items, which events may set anew.
         """
         head, snapshot = start + self._heads[Source.L1], self.snapshot
-        stamp = snapshot.values_stamp if by_attributes else snapshot.stamp
-        return Ready(stamp, head, self._tail, snapshot.manifest.data_until, asked, request)
+        stamp, since = snapshot.stamp, snapshot.manifest.data_until
+        if by_attributes:
+            stamp = snapshot.values_stamp
+        return Ready(stamp, head, self._tail, since, asked, request, events=events)
+
+
+def ready_with_events(
+    snapshot: Snapshot, answer: Answer, raw: bytes, request: bytes, events: bytes
+) -> Ready:
+    """An answer from L1 that counts a user's newer events, for when it is asked for again before there are others."""
+    head, tail = _around_age(answer)
+    return Ready(
+        snapshot.stamp, b"{" + head[1:], tail, snapshot.manifest.data_until, (answer["table"], raw),
+        request, events=events, is_newer=True,
+    )  # fmt: skip
 
 
 def _around_age(origin: Answer) -> tuple[bytes, bytes]:
-    """JSON of an origin behind a prediction: up to its age, which is a number, and on from there to the brace."""
+    """JSON of an answer, or of its origin alone: up to its age, which is a number, and on from there to the brace."""
     fields = list(origin.items())
     at = list(origin).index(AGE)
     before, after = dict(fields[:at]), dict(fields[at + 1 :])
-    head = b",%b,%b:" % (orjson.dumps(before)[1:-1], orjson.dumps(AGE))
+    head = b",%b,%b:" % (orjson.dumps(before, option=JSON)[1:-1], orjson.dumps(AGE))
     return head, b"," + orjson.dumps(after)[1:]
 
 

@@ -65,6 +65,7 @@ class Refresher:
             (lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
         ]
         self._tasks: list[asyncio.Task[None]] = []
+        self._runs: list[Step] = []
         self._beating = asyncio.Lock()
         self._is_policy_fine = self._is_policy_unknown = False
 
@@ -73,6 +74,10 @@ class Refresher:
         self._steps.append((lambda: pause_s, step, event := asyncio.Event()))
         if wake is not None:
             self._wakes[wake] = event
+
+    def along(self, run: Step) -> None:
+        """Takes something along that runs by itself, from the start until this is closed."""
+        self._runs.append(run)
 
     async def start(self) -> None:
         """Takes every step once, then keeps taking them in the background."""
@@ -83,7 +88,7 @@ class Refresher:
             self._wake_beat.set
         )  # whoever waits for a swap hears of it at once
         self._tasks = [asyncio.create_task(self._every(*each)) for each in self._steps]
-        self._tasks.append(asyncio.create_task(self._listen()))
+        self._tasks += [asyncio.create_task(run()) for run in (self._listen, *self._runs)]
 
     async def aclose(self) -> None:
         """Stops the background, and signs off."""

@@ -22,6 +22,7 @@ from serving.requests.options import body_options, query_options, read_arm
 _ENTITY_FIELDS = frozenset({"id", "history", "features"})
 _COMMON = {
     "k", "deadline_ms", "fresh", "max_age_seconds", "generation", "canary_key", "filter", "rerank", "arm",
+    "max_events", "as_of",
 }  # fmt: skip
 _LOOKUP_FIELDS = frozenset({"entities", "exclude", *_COMMON})
 _SCORE_FIELDS = frozenset({"user", "items", *_COMMON})

@@ -73,6 +73,10 @@ class RequestOptions:
     """Filter that was sent, or the name of one that the generation declares."""
     rerank: Reranking | None = None
     arm: RequestedArm | None = None
+    max_events: int | None = None
+    """0: newer events are not counted; None: all are."""
+    as_of: int | None = None
+    """Number of the position up to which events are counted, for explanations; None: all are."""
 
     @property
     def is_reshaped(self) -> bool:

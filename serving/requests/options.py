@@ -1,14 +1,18 @@
 """Reading the options of a request, from a body, a query or a header. Pure."""
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 from urllib.parse import parse_qsl
 
 import orjson
 
+from cache.errors import InvalidInput
+from cache.events.position import Position
 from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.reranking import InvalidReranking, Reranking, read_reranking
 from cache.format.redis_keys import NAME
@@ -19,7 +23,7 @@ from serving.requests.models import Limits, RequestedArm, RequestOptions
 _QUERY_FIELDS = frozenset(
     {
         "k", "fresh", "max_age_seconds", "generation", "deadline_ms", "canary_key", "filter",
-        "rerank", "arm",
+        "rerank", "arm", "max_events", "as_of",
     }
 )  # fmt: skip
 ARM = b"x-larder-arm"
@@ -53,6 +57,8 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
         filter=_filter(data.get("filter")),
         rerank=_reranking(data.get("rerank"), limits),
         arm=read_arm(data.get("arm"), "arm"),
+        max_events=_max_events(data.get("max_events")),
+        as_of=_as_of(data.get("as_of")),
     )
 
 
@@ -87,6 +93,8 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
         filter=_filter_of_text(data.get("filter")),
         rerank=_reranking_of_text(data.get("rerank"), limits),
         arm=read_arm(data.get("arm"), "arm"),
+        max_events=_max_events(_number(data.get("max_events"), "max_events")),
+        as_of=_as_of(data.get("as_of")),
     )
 
 
@@ -221,6 +229,34 @@ def _k(value: object) -> int | None:
     if value < 1:
         raise unprocessable("invalid_k", f"k is 1 or more, not {value}", "k")
     return value
+
+
+def _max_events(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or value != 0:
+        raise unprocessable(
+            "invalid_field", "max_events is 0, for the stored answer, or left out", "max_events"
+        )
+    return 0
+
+
+def _as_of(value: object) -> int | None:
+    """Number of the last position up to which events count: a position's own, or of all accepted up to a time."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        with contextlib.suppress(InvalidInput):
+            return Position.parse(value).number
+        with contextlib.suppress(ValueError):
+            at = datetime.fromisoformat(value)
+            if at.tzinfo is not None and at.timestamp() >= 0:
+                return Position(int(at.timestamp() * 1000 + 0.5) + 1, 0).number - 1
+    raise unprocessable(
+        "invalid_field",
+        "as_of is a position such as 1700000000000-0, or a time with its zone",
+        "as_of",
+    )
 
 
 def _max_age(value: object) -> float | None:

@@ -49,7 +49,9 @@ NIGHTLY: Final = RECORD_FORMAT << FORMAT_SHIFT
 """Flags of a record that the night wrote."""
 WRITER_BITS: Final = 0xF << FORMAT_SHIFT | FLAG_LIVE
 """Bits of the flags in which every record that the night wrote equals NIGHTLY: format, and who wrote it."""
-TOLD_FLAGS: Final[dict[str, int]] = {}
+FLAG_APPROXIMATE: Final = 2
+"""Flag of a live record whose list was found by the index, where a night would have searched exactly."""
+TOLD_FLAGS: Final[dict[str, int]] = {"approximate": FLAG_APPROXIMATE}
 """Bits that an answer tells of, by the field that is then true; a record with any of them is never rendered unread."""
 ABSENT: Final = 0xF0
 """Flags of a record without an answer: a format that no reader takes for an answer."""

@@ -129,6 +129,6 @@ async def test_these_lives_meet_every_reason() -> None:
             for reasons in tables.values():
                 met += reasons
 
-    # Nobody in these lives filters: tests/integration/http/test_filters.py.
-    assert set(REASONS) - set(met) == {"internal_error", "filtered"}
+    # Nobody in these lives filters or clicks: tests/integration/http/test_filters.py, tests/integration/fresh.
+    assert set(REASONS) - set(met) == {"internal_error", "filtered", "newer_events"}
     assert {"cold_start", "evicted"} <= set(met)

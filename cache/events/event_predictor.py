@@ -1,0 +1,220 @@
+"""Answers with newer events, as the next night would compute them: merged history, fp32 tower, exact search.
+
+Synchronous, and thread-safe.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import InvalidInput
+from cache.events.history import merge
+from cache.events.position import Position
+from cache.events.user_events import UserEvent
+from cache.format.ids import FeatureValue
+from cache.format.item_table import ItemTable, Ordinals
+from cache.format.manifest import Manifest, Table
+from cache.format.records.layout import FLAG_APPROXIMATE
+from cache.format.seen import SeenItems, UserInput
+from cache.model.feature_checks import check_features
+from cache.model.input_preparation import Prepared, latest_of_each
+from cache.model.predictor import LiveInput, Predictor
+from cache.model.ranking import Metric
+from cache.model.tower import Histories
+from cache.model.tower_spec import TowerSpec
+from cache.topk.topk import Scorer
+
+_LONG_AGO_US = -(1 << 62)
+_NOTHING = np.empty(0, np.int64)
+
+
+class EventInput(NamedTuple):
+    """Newer events of a user, and where the night's input of the user lies in its directory; -1: it has none.
+
+    `sent` is what a caller sent of somebody whom the night does not know: it comes before the events.
+    """
+
+    position: int
+    events: tuple[UserEvent, ...]
+    sent: LiveInput | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EventPredictor:
+    """Models of one generation that newer events go through, in full precision."""
+
+    predictor: Predictor
+    items: ItemTable
+    seen: SeenItems
+    history_limit: int
+    specs: Mapping[str, TowerSpec]
+    tables: Mapping[str, Table]
+    scorers: Mapping[Metric, Scorer]
+    """Items to be searched exactly, by metric; none where they take too much memory."""
+
+    @classmethod
+    def open(
+        cls,
+        manifest: Manifest,
+        root: Path,
+        items: ItemTable,
+        seen: SeenItems,
+        predictor: Predictor,
+        *,
+        exact_bytes: int,
+        threads: int = 1,
+        cores: Sequence[int] = (),
+    ) -> Self | None:
+        """Opens the users' models in fp32, beside those of `predictor`; None where events change none of the tables."""
+        tables = {name: manifest.tables[name] for name in tables_changed(manifest)}
+        tables = {name: each for name, each in tables.items() if predictor.supports(name)}
+        if not tables or manifest.events is None:
+            return None
+        names = {name: str(table.producer.model) for name, table in tables.items()}
+        models = {each: manifest.models[each] for each in set(names.values())}
+        exact = predictor.in_full(models, root, threads=threads, cores=cores)
+        metrics = {
+            manifest.indexes[str(table.producer.index)].metric
+            for table in tables.values()
+            if table.kind == "topk"
+        }
+        scorers: dict[Metric, Scorer] = {}
+        if items.count and len(metrics) * items.vectors.nbytes <= exact_bytes:
+            scorers = {each: Scorer.of(items.vectors, each) for each in metrics}
+        specs = {
+            name: TowerSpec.from_json(manifest.models[model].spec) for name, model in names.items()
+        }
+        limit = manifest.events.history_limit
+        return cls(exact, items, seen, limit, specs, tables, scorers)
+
+    def supports(self, table: str) -> bool:
+        """True if newer events change what the table answers, and it can be computed here."""
+        return table in self.tables
+
+    def prepare_all(
+        self, table: str, inputs: Sequence[EventInput]
+    ) -> list[Prepared | InvalidInput | None]:
+        """Prepares many inputs at once; None for one that is not enough for the table's model."""
+        ids = [event.item for each in inputs for event in each.events]
+        ordinals, start = self.items.ordinals_of(ids), 0
+        found: list[Prepared | InvalidInput | None] = []
+        for each in inputs:
+            end = start + len(each.events)
+            try:
+                found.append(self._prepared(table, each, ordinals[start:end]))
+            except InvalidInput as error:
+                found.append(error.with_traceback(None))  # which holds this list, and so itself
+            start = end
+        return found
+
+    def predict(
+        self, table: str, batch: Sequence[Prepared], fingerprints: Sequence[int], scored_at: int
+    ) -> list[bytes]:
+        """Predicts one record per input, marked live, and approximate where the index found the list.
+
+        What is blocked stays in it, as in a night's list: whoever answers leaves it out. Raises UnfitValue.
+        """
+        outputs, found = self.predictor.vectors(batch), self.tables[table]
+        if found.kind != "topk":
+            return self.predictor.numbers(table, outputs, fingerprints, scored_at)
+        search = self.predictor.search(table)
+        scorer = self.scorers.get(search.searcher.metric)
+        if scorer is None:
+            best = search.lists(batch, outputs, _NOTHING)
+            return self.predictor.lists(
+                table, best, fingerprints, scored_at, flags=FLAG_APPROXIMATE
+            )
+        gone = Histories.of([each.excluded for each in batch])
+        best = scorer.top(outputs, found.layout.width, gone, threads=1)
+        return self.predictor.lists(table, best, fingerprints, scored_at)
+
+    def warm(self) -> None:
+        """Runs every table once, so that no request pays for the first time."""
+        for name, spec in self.specs.items():
+            if spec.features or not self.items.count:
+                continue
+            blank = Prepared(name, np.zeros(1, np.int64), {}, -1, _NOTHING, 0)
+            self.predict(name, [blank], [0], 0)
+
+    def _prepared(self, table: str, each: EventInput, events: NDArray[np.int64]) -> Prepared | None:
+        spec, base = self.specs[table], self._base(each)
+        events_us = np.array([event.at_us for event in each.events], np.int64)
+        merged = merge(base.items, base.times, events, events_us, self.history_limit)
+        indices = self.items.to_model(Ordinals(merged.newest))
+        history = indices[indices >= 0]
+        if spec.history is not None and not len(history):
+            return None
+        features: Mapping[str, FeatureValue] = {}
+        if spec.features:
+            if not base.features:
+                return None
+            features = check_features(spec.features, _sent(base.features))
+        return Prepared(table, history, features, -1, merged.had, 0)
+
+    def _base(self, each: EventInput) -> UserInput:
+        """The input without the events."""
+        if each.position >= 0:
+            return self.seen.input_of(each.position)
+        sent = each.sent or LiveInput()
+        items = self.items.ordinals_of(latest_of_each(sent.history or ()))
+        known = items[items >= 0]
+        return UserInput(known, np.full(len(known), _LONG_AGO_US), dict(sent.features or {}))
+
+
+def tables_changed(manifest: Manifest) -> frozenset[str]:
+    """Tables of users whose answers a newer event changes: lists, and what comes from a history.
+
+    Where users brought their vectors along, these stay as they are.
+    """
+    is_given = has_given_vectors(manifest)
+    found = []
+    for name, table in manifest.tables.items():
+        model = manifest.models.get(str(table.producer.model))
+        if table.entity != "user" or model is None:
+            continue
+        takes_history = TowerSpec.from_json(model.spec).history is not None
+        if table.kind == "topk" or (takes_history and not (is_given and table.kind == "vector")):
+            found.append(name)
+    return frozenset(found)
+
+
+def has_given_vectors(manifest: Manifest) -> bool:
+    """True if some users brought their vectors along, which no model makes anew."""
+    return bool(manifest.facts.get("user_vectors"))
+
+
+def _sent(row: Mapping[str, FeatureValue]) -> dict[str, FeatureValue]:
+    """Features as a caller's are read: lists of numbers as tuples."""
+    return {name: tuple(each) if isinstance(each, list) else each for name, each in row.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationEvents:
+    """Events as a generation has them: all up to `until` (a position's number); tables whose answers others change.
+
+    `predictor` is None without a working model. Where users may have brought their vectors along (`has_given`), lists
+    of those whom the night knew are not computed.
+    """
+
+    until: int
+    tables: frozenset[str]
+    has_given: bool = False
+    predictor: EventPredictor | None = None
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self | None:
+        """Events that a manifest tells of, without models; None where it tells of none."""
+        if manifest.events is None:
+            return None
+        until = Position.parse(manifest.events.until).number
+        return cls(until, tables_changed(manifest), has_given_vectors(manifest))
+
+    def computes(self, table: Table, position: int) -> bool:
+        """True if the table's answer for who is at this position (-1: nowhere) can be computed from newer events."""
+        if self.predictor is None or not self.predictor.supports(table.name):
+            return False
+        return table.kind != "topk" or not self.has_given or position < 0

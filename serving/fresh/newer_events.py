@@ -1,0 +1,99 @@
+"""Newer events of users, as answers count them."""
+
+import struct
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import xxhash
+
+from cache.events.event_predictor import EventInput
+from cache.events.position import Position
+from cache.events.user_events import UserEvent, UserEvents
+from cache.format.ids import hash_id
+from cache.format.manifest import Table
+from cache.model.input_preparation import LiveInput
+from serving.generations.snapshot import Snapshot
+
+_NUMBERS = struct.Struct("<IQ")
+NO_LIMIT = (1 << 64) - 1
+"""Number that is above every position's."""
+
+
+class CountedEvents(NamedTuple):
+    """Newer events that an answer counts, the newest last; `digest` is that of all it is computed from."""
+
+    input: EventInput
+    digest: bytes
+
+    @property
+    def events(self) -> int:
+        """Number of events."""
+        return len(self.input.events)
+
+    @property
+    def as_of(self) -> str:
+        """Time when the newest was accepted, RFC 3339, UTC."""
+        return iso_of(Position.of_number(self.input.events[-1].number).ms / 1000)
+
+    @property
+    def items(self) -> tuple[bytes, ...]:
+        """Items of the events, by their ids."""
+        return tuple([each.item for each in self.input.events])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewerEvents:
+    """Events of users since the oldest generation that is held; for the event loop of one process only."""
+
+    users: UserEvents = field(default_factory=UserEvents)
+
+    @property
+    def packed(self) -> dict[bytes, bytes]:
+        """Events by user, the same dictionary for good: a user whom it lacks has none.
+
+        With each event the user gets another object: while it is the same, an answer still counts all events.
+        """
+        return self.users.packed
+
+    def changes(self, snapshot: Snapshot, table: Table, raw: bytes) -> bool:
+        """True if the user has events that the generation lacks, and that change the answers of this table."""
+        events = snapshot.events
+        if events is None or table.name not in events.tables:
+            return False
+        return self.users.has_newer(raw, events.until)
+
+    def counted(
+        self,
+        snapshot: Snapshot,
+        table: Table,
+        raw: bytes,
+        sent: tuple[LiveInput, bytes] | None = None,
+        as_of: int = NO_LIMIT,
+    ) -> CountedEvents | None:
+        """Events of the user that an answer of the table counts, up to a position's number; None without any.
+
+        `sent` is what the caller sent, with its digest: it counts for who has no input of the night's.
+        """
+        if raw not in self.users.packed or not self.changes(snapshot, table, raw):
+            return None
+        if snapshot.events is None or snapshot.blocks(table, raw):
+            return None
+        found = self.users.newer(raw, snapshot.events.until)
+        events = tuple([each for each in found if each.number <= as_of])
+        if not events:
+            return None
+        directory = snapshot.directories["user"]
+        position = directory.find(hash_id(raw, directory.seed))
+        source, digest = (None, b"") if sent is None or position >= 0 else sent
+        return CountedEvents(EventInput(position, events, source), _digest(raw, events[-1], digest))
+
+
+def iso_of(at: float) -> str:
+    """Time in Unix seconds as RFC 3339 in UTC, to the millisecond."""
+    text = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
+
+
+def _digest(raw: bytes, newest: UserEvent, sent: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(_NUMBERS.pack(len(raw), newest.number) + raw + sent)

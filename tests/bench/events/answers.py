@@ -1,0 +1,207 @@
+"""Answers with newer events beside those without, in one process.
+
+- `l1_without_events`: ready answers/s of users without events, while 100,000 others have some, over those of the same
+  code without the probe (at least 0.97 is wanted).
+- `l1_with_events`: ready answers/s of users with newer events over those of users without (at least 0.8 is wanted).
+- `vs_live`: first answers/s after an event (merged history, fp32, exact search) over live answers/s from the same
+  histories, sent by strangers (int8, index), 32 in flight through the ladder (at least 0.9 is wanted).
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import orjson
+import uvloop
+
+from cache.events.event import Event
+from cache.events.position import Position
+from serving.access.callers import Callers
+from serving.bootstrap import running
+from serving.fast_lookup.dispatcher import Hot
+from serving.http.service import Service
+from serving.requests.models import Ask, RequestedEntity, RequestOptions
+from serving.tracing.request_context import CALLER
+from tests.bench.tools.harness import Options, Report, alternate, parse
+from tests.bench.tools.place import own_server
+from tests.integration.fresh.events_world import EVENTS, EventWorld
+from tests.integration.nights import prepare
+from tests.integration.serving_app import settings
+
+TABLE = "user_topk"
+IN_FLIGHT = 32
+OTHERS = 100_000
+
+
+class Blind(Hot):
+    """The hot route as it was before events: it looks for none."""
+
+    def _answer(self, target: bytes) -> bytes | None:
+        ready = self._ready(target)
+        if ready is None:
+            return None
+        holding, sent = self._shelf.holding, self._sent
+        if holding is None or self._shelf.is_divided or self._concerns.text is not None:
+            return None
+        if ready.stamp != holding.live.stamp:
+            return None
+        if ready.touch is not None:
+            sent.touched(ready)
+        sent.append(ready)
+        if len(sent) >= sent.due:
+            sent.turn()
+        age = orjson.dumps(round(self._clock() - ready.data_until, 3))
+        return b"".join((ready.head, age, ready.tail))
+
+
+class Bench:
+    """A running service whose users click, in memory alone."""
+
+    def __init__(self, world: EventWorld, service: Service, runner: asyncio.Runner) -> None:
+        self.world, self.service, self.runner = world, service, runner
+        self._numbers, self._strangers = itertools.count(1), itertools.count()
+        known, self._items = world.known, world.items
+        self.without, self.clicking = known[: len(known) // 2], known[len(known) // 2 :]
+        self.histories = {user: list[str]() for user in known}
+        for user, item, _ in world.rows:
+            if user in self.histories:
+                self.histories[user].append(item)
+
+    def click(self, user: str) -> None:
+        """One more event of a user, counted at once."""
+        number = next(self._numbers)
+        item = self._items[number % len(self._items)]
+        event = Event(str(number), number, user.encode(), item.encode())
+        at = Position(int(time.time() * 1000) + number, 0)
+        self.service.ladder.newer.users.add(at, event)
+
+    def keep_ready(self, hot: Hot, users: list[str]) -> list[bytes]:
+        """Paths whose answers are ready in L1."""
+        paths = [f"/v1/lookup/{TABLE}/{user}".encode() for user in users]
+        for _ in range(3):
+            for path in paths:
+                self.runner.run(self._asked(hot, path))
+        if any(hot.answer(path) is None for path in paths):
+            raise RuntimeError("an answer is not ready")
+        return paths
+
+    async def _asked(self, hot: Hot, path: bytes) -> None:
+        caller = Callers(is_open=True).identify([])
+        get = hot.asked({"raw_path": path, "query_string": b"", "headers": [], CALLER: caller})
+        if get is None or await hot.get(get) is None:
+            raise RuntimeError(f"{path!r} is not answered on the fast way")
+
+    def ready(self, hot: Hot, paths: list[bytes], count: int) -> Callable[[], float]:
+        """Ready answers per second of processor time."""
+
+        def run() -> float:
+            # This bench holds the loop for seconds, which its follower takes for an outage.
+            self.service.follower.note("events", None)
+            if any(hot.answer(path) is None for path in paths):
+                raise RuntimeError("an answer is not ready")
+            answer, began = hot.answer, time.process_time()
+            for path in itertools.islice(itertools.cycle(paths), count):
+                answer(path)
+            return count / (time.process_time() - began)
+
+        return run
+
+    def first(self, count: int) -> Callable[[], float]:
+        """First answers per second after an event of each user."""
+        users = [self.clicking[at % len(self.clicking)] for at in range(count)]
+
+        def run() -> float:
+            for user in users:
+                self.click(user)
+            return self._lookups([self._entity(user) for user in users])
+
+        return run
+
+    def live(self, count: int) -> Callable[[], float]:
+        """Live answers per second to strangers who send the same histories."""
+        users = [self.clicking[at % len(self.clicking)] for at in range(count)]
+
+        def run() -> float:
+            sent = [
+                self._entity(
+                    f"s-{next(self._strangers)}",
+                    tuple(each.encode() for each in self.histories[user]),
+                )
+                for user in users
+            ]
+            return self._lookups(sent)
+
+        return run
+
+    @staticmethod
+    def _entity(id_: str, history: tuple[bytes, ...] | None = None) -> RequestedEntity:
+        return RequestedEntity(TABLE, id_, id_.encode(), "id", history)
+
+    def _lookups(self, entities: list[RequestedEntity]) -> float:
+        async def work() -> None:
+            waiting = iter(entities)
+
+            async def caller() -> None:
+                for entity in waiting:
+                    ask = Ask((entity,), RequestOptions(10.0))
+                    holding = self.service.holding()
+                    (answer,) = await self.service.ladder.lookup(holding, ask, time.monotonic())
+                    if answer["source"] != "live" or "approximate" in answer:
+                        raise RuntimeError(f"not a live answer: {answer}")
+
+            await asyncio.gather(*(caller() for _ in range(IN_FLIGHT)))
+
+        began = time.perf_counter()
+        self.runner.run(work())
+        return len(entities) / (time.perf_counter() - began)
+
+
+def measure(bench: Bench, report: Report, options: Options) -> None:
+    """All three ratios."""
+    hot, blind = Hot(bench.service), Blind(bench.service)
+    paths = bench.keep_ready(hot, bench.without[:200])
+    for number in range(OTHERS):
+        bench.click(f"another-{number}")
+    count = 20_000 if options.quick else 100_000
+    report.ratios["l1_without_events"] = alternate(
+        bench.ready(blind, paths, count), {"probing": bench.ready(hot, paths, count)},
+        rounds=options.rounds,
+    )["probing"]  # fmt: skip
+    for user in bench.clicking[:200]:
+        bench.click(user)
+    own = bench.keep_ready(hot, bench.clicking[:200])
+    report.ratios["l1_with_events"] = alternate(
+        bench.ready(hot, paths, count), {"events": bench.ready(hot, own, count)},
+        rounds=options.rounds,
+    )["events"]  # fmt: skip
+    some = min(512 if options.quick else 2_048, len(bench.clicking))
+    report.ratios["vs_live"] = alternate(
+        bench.live(some), {"events": bench.first(some)}, rounds=options.rounds
+    )["events"]
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("events", ("onnxruntime", "faiss-cpu", "uvloop"))
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        users = 2_000 if options.quick else 10_000
+        world = EventWorld(prepare(Path(folder), server.url, users=users, items=2_000))
+        world.publish()
+        report.figures["users"], report.figures["items"] = users, len(world.items)
+        report.figures["others with events"] = OTHERS
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            stack = AsyncExitStack()
+            config = settings(world.config, events=EVENTS, deadline_ms=10_000.0)
+            service = runner.run(stack.enter_async_context(running(config)))
+            measure(Bench(world, service, runner), report, options)
+            runner.run(stack.aclose())
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""A published night that says which events it has and what lists were computed from, and events behind it."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow.parquet as pq
+import redis
+from numpy.typing import NDArray
+
+from cache.config.events import EventsConfig
+from cache.events.accept import SCRIPT, Bounds, call_of, outcomes
+from cache.events.event import Event
+from cache.events.position import BEGINNING, Position
+from cache.format.ids import hash_ids
+from cache.format.item_table import ItemTable, Ordinals
+from cache.format.manifest import WITH_EVENTS, Artefact, EventsRead, Manifest, SeenPart
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import TowerSpec
+from cache.topk.topk import Scorer
+from precompute.config.settings import NightConfig
+from precompute.partitions.grouping import by_time, latest_of_each
+from tests.integration.nights import UNTIL, build_verified, publish
+from tests.integration.serving_app import Running, eventually
+from tests.opened import open_generation
+
+EVENTS = EventsConfig(enabled=True)
+BOUNDS = Bounds(256 << 20, 86_400_000, 100_000)
+
+Row = tuple[str, str, int]
+"""User, item, and when (microseconds)."""
+Placed = tuple[Position, Event]
+
+
+@dataclass
+class EventWorld:
+    """A night's namespace, the rows of its source, the features of its users, and the events that were accepted."""
+
+    config: NightConfig
+    features: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    limit: int = 100_000
+    rows: list[Row] = field(default_factory=list)
+    accepted: list[Placed] = field(default_factory=list)
+    _count: int = 0
+
+    def __post_init__(self) -> None:
+        table = pq.read_table(self.config.path("interactions.parquet"))
+        at_us = table["timestamp"].cast("int64").to_pylist()
+        self.rows = list(
+            zip(table["user"].to_pylist(), table["item"].to_pylist(), at_us, strict=True)
+        )
+
+    @property
+    def users(self) -> list[str]:
+        """Users of the source, sorted."""
+        return sorted({user for user, _, _ in self.rows})
+
+    @property
+    def known(self) -> list[str]:
+        """Users whom a night knows, sorted."""
+        return sorted(self._history(BEGINNING, UNTIL))
+
+    @property
+    def items(self) -> list[str]:
+        """Items of the catalogue, sorted."""
+        table = pq.read_table(self.config.path("items.parquet"))
+        found: list[str] = table["item"].to_pylist()
+        return sorted(found)
+
+    def accept(self, events: Iterable[Event]) -> list[Placed]:
+        """Has Redis accept events as the service does; those accepted, with their positions."""
+        sent = list(events)
+        keys, args = call_of(self.config.keyspace(), BOUNDS, sent)
+        with redis.Redis.from_url(str(self.config.redis_url), protocol=2) as client:
+            replies = client.eval(SCRIPT, len(keys), *keys, *args)
+        told = outcomes(replies)
+        placed = [
+            (each.position, event)
+            for each, event in zip(told, sent, strict=True)
+            if each.position is not None
+        ]
+        self.accepted += placed
+        return placed
+
+    def event(self, user: str, item: str, at_us: int | None = None, weight: float = 1.0) -> Event:
+        """An interaction with an id of its own, by default later than every row of the source."""
+        self._count += 1
+        at = max(at for _, _, at in self.rows) + self._count if at_us is None else at_us
+        return Event(f"event-{self._count}", at, user.encode(), item.encode(), weight=weight)
+
+    def build(self, until: Position = BEGINNING, data_until: str = UNTIL) -> str:
+        """A verified generation that has the events up to a position; its lists are those of the source alone."""
+        generation = build_verified(self.config, data_until)
+        manifest, root = open_generation(self.config.store(), generation)
+        seen = self._write_seen(manifest, root, until, data_until)
+        manifest = replace(
+            manifest, events=EventsRead(str(until), self.limit), seen=seen, format=WITH_EVENTS
+        )
+        path = f"generations/{generation}/manifest.json"
+        self.config.store().write(path, manifest.to_bytes())
+        return generation
+
+    def publish(self, until: Position = BEGINNING, data_until: str = UNTIL) -> str:
+        """The same, live."""
+        generation = self.build(until, data_until)
+        publish(self.config, generation)
+        return generation
+
+    def _history(self, until: Position, data_until: str) -> dict[str, list[tuple[str, int]]]:
+        """Rows of each user that a night has, as they come: the team's own, then events by position."""
+        cut_us = int(datetime.fromisoformat(data_until).timestamp() * 1e6)
+        found: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+        for user, item, at_us in self.rows:
+            if at_us < cut_us:
+                found[user].append((item, at_us))
+        for position, event in self.accepted:
+            if position <= until and event.counts and event.user and event.item:
+                found[event.user.decode()].append((event.item.decode(), event.at_us))
+        return found
+
+    def _write_seen(
+        self, manifest: Manifest, root: Path, until: Position, data_until: str
+    ) -> tuple[SeenPart, ...]:
+        rows = self._history(until, data_until)
+        items = ItemTable.open(root, manifest)
+        entities = manifest.entity_sets["user"]
+        raws = [user.encode() for user in rows]
+        users = dict(zip(hash_ids(raws, entities.seed).tolist(), rows, strict=True))
+        parts = []
+        for shard, part in enumerate(entities.parts):
+            named = [users[each] for each in np.fromfile(root / part.file.path, "<u8").tolist()]
+            grouped = grouped_rows([rows[user] for user in named], items)
+            texts = [orjson.dumps(self.features[user]) for user in named if self.features]
+            files = {
+                "ends": grouped.indptr[1:].astype("<u8").tobytes(),
+                "items": grouped.indices.astype("<u4").tobytes(),
+                "times": grouped.times.astype("<i8").tobytes(),
+            }
+            if texts:
+                files["feature_ends"] = np.cumsum(list(map(len, texts))).astype("<u8").tobytes()
+                files["features"] = b"".join(texts)
+            described = {
+                name: self._written(root, f"seen/{shard:04d}.{name}", data)
+                for name, data in files.items()
+            }
+            parts.append(SeenPart(**described))
+        return tuple(parts)
+
+    @staticmethod
+    def _written(root: Path, path: str, data: bytes) -> Artefact:
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_bytes(data)
+        return Artefact(path, len(data), hashlib.sha256(data).hexdigest())
+
+    def expected(
+        self,
+        generation: str,
+        users: Sequence[str],
+        upto: Position | None = None,
+        data_until: str = UNTIL,
+    ) -> dict[str, tuple[list[str], NDArray[np.float32]]]:
+        """Lists of a night over the source and all events up to a position, made here from the rows themselves."""
+        rows = self._history(upto or self.accepted[-1][0], data_until)
+        manifest, root = open_generation(self.config.store(), generation)
+        items, table = ItemTable.open(root, manifest), manifest.tables["user_topk"]
+        model = manifest.models[str(table.producer.model)]
+        grouped = grouped_rows([rows.get(user, []) for user in users], items)
+        histories = []
+        for start, end in zip(grouped.indptr[:-1], grouped.indptr[1:], strict=True):
+            newest = grouped.indices[max(start, end - self.limit) : end]
+            indices = items.to_model(Ordinals(newest))
+            histories.append(indices[indices >= 0])
+        spec = TowerSpec.from_json(model.spec)
+        inputs: dict[str, Any] = {}
+        for each in spec.inputs:
+            if each.bind == "history":
+                inputs[each.name] = Histories.of(histories)
+            else:
+                column = [self.features[user][str(each.column)] for user in users]
+                inputs[each.name] = np.array(column, each.dtype)
+        vectors = Tower.open(root / model.fp32.path, spec).run(inputs)
+        metric = manifest.indexes[str(table.producer.index)].metric
+        gone = Histories(grouped.indptr, grouped.indices)
+        ordinals, scores = Scorer.of(items.vectors, metric).top(vectors, table.layout.width, gone)
+        counts = (ordinals != 0xFFFFFFFF).sum(axis=1)
+        return {
+            user: (items.ids_of(ordinals[row, : counts[row]]), scores[row, : counts[row]])
+            for row, user in enumerate(users)
+        }
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Histories of several users: ordinals, and when each happened last."""
+
+    indptr: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    times: NDArray[np.int64]
+
+
+def grouped_rows(rows: Sequence[Sequence[tuple[str, int]]], items: ItemTable) -> Grouped:
+    """Groups rows as a night does: known items only, oldest first, each once in its latest place."""
+    users = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+    flat = [pair for each in rows for pair in each]
+    ordinals = np.asarray(items.ordinals_of([item.encode() for item, _ in flat]), np.int64)
+    times = np.array([at_us for _, at_us in flat], np.int64)
+    known = ordinals >= 0
+    users, ordinals, times = users[known], ordinals[known], times[known]
+    order = by_time(users, times)
+    users, ordinals, times = users[order], ordinals[order], times[order]
+    keep = latest_of_each(users, ordinals)
+    users, ordinals, times = users[keep], ordinals[keep], times[keep]
+    return Grouped(np.searchsorted(users, np.arange(len(rows) + 1)), ordinals, times)
+
+
+async def until_counted(app: Running, world: EventWorld) -> None:
+    """Waits until the service counts everything that was accepted."""
+    newest = world.accepted[-1][0].number
+
+    async def has_all() -> bool:
+        return app.service.ladder.newer.users.last >= newest
+
+    assert await eventually(has_all)
+
+
+def same_list(answer: Mapping[str, Any], items: Sequence[str], scores: NDArray[np.float32]) -> bool:
+    """True if an answer has these items in this order, wherever their scores differ by more than 1e-5 relative."""
+    found = answer["items"]
+    if len(found) != len(items):
+        return False
+    known = dict(zip(items, scores.tolist(), strict=True))
+    least = float(scores[-1]) if len(scores) else 0.0
+    return all(
+        mine == theirs or abs(known.get(mine, least) - known[theirs]) <= 1e-5 * abs(known[theirs])
+        for mine, theirs in zip(found, items, strict=True)
+    )

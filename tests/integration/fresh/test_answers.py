@@ -1,0 +1,273 @@
+"""Answers of users with newer events, whoever asks and however, and what is told where they cannot be computed."""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from cache.config.events import EventsConfig
+from precompute.config.settings import TableConfig
+from serving.client import AsyncClient
+from serving.client.arrow import read_arrow_answers
+from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list, until_counted
+from tests.integration.nights import prepare
+from tests.integration.serving_app import BASE, Running, serving
+
+
+class Told(NamedTuple):
+    """A running service and its world."""
+
+    app: Running
+    world: EventWorld
+    generation: str
+
+    async def clicks(self, user: str, *items: str) -> None:
+        """Events of a user, one after the other, counted."""
+        self.world.accept([self.world.event(user, item) for item in items])
+        await until_counted(self.app, self.world)
+
+    async def one(self, user: str, table: str = "user_topk", **query: Any) -> dict[str, Any]:
+        """The answer to a GET."""
+        return await self.app.get(f"/v1/lookup/{table}/{user}", **query)
+
+    def expected(self, user: str) -> tuple[list[str], Any]:
+        """The list of a night with all events."""
+        return self.world.expected(self.generation, [user])[user]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[EventWorld, str]:
+    folder: Path = tmp_path_factory.mktemp("events")
+    config = prepare(folder, redis_url, users=150, items=120)
+    vectors = {
+        "user_vector": TableConfig("user_vector", precision="f4")
+    }  # what scores are exact by
+    world = EventWorld(replace(config, tables={**config.tables, **vectors}))
+    return world, world.publish()
+
+
+@pytest.fixture
+async def told(published: tuple[EventWorld, str]) -> AsyncIterator[Told]:
+    world, generation = published
+    async with serving(world.config, events=EVENTS) as app:
+        if world.accepted:
+            await until_counted(app, world)
+        yield Told(app, world, generation)
+
+
+async def test_an_event_changes_the_answers_of_its_user_and_of_nobody_else(told: Told) -> None:
+    user, other = told.world.known[:2]
+    before, others = await told.one(user), await told.one(other)
+    await told.one(user)  # ready in L1 from here on
+    item = before["items"][0]
+
+    await told.clicks(user, item)
+    answers = [await told.one(user) for _ in range(4)]
+
+    assert [each["source"] for each in answers] == ["live", "l1", "l1", "l1"]
+    for each in answers:
+        assert item not in each["items"] and (each["events"], each["producer"]) == (1, "live")
+        assert same_list(each, *told.expected(user)) and "approximate" not in each
+    ready = told.app.service.tiers.local.ready(b"/v1/lookup/user_topk/" + user.encode())
+    assert ready is not None and ready.is_newer
+    assert ready.events is told.app.service.ladder.newer.packed[user.encode()]
+    # The next event ends the ready answer, and nobody else noticed anything.
+    await told.clicks(user, answers[0]["items"][0])
+    again = await told.one(user)
+    assert again["source"] == "live" and again["events"] == 2
+    assert same_list(again, *told.expected(user))
+    unchanged = await told.one(other)
+    assert unchanged["items"] == others["items"] and "events" not in unchanged
+    assert (await told.one(user, max_events=0))["items"] == before["items"]
+
+
+async def test_every_way_of_asking_gets_the_same_answer(told: Told) -> None:
+    user, other = told.world.known[2:4]
+    await told.clicks(user, told.world.items[3], told.world.items[4])
+    items, scores = told.expected(user)
+    http = told.app.http
+    body = {"entities": [other, user]}
+
+    one = await told.one(user)
+    batch = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+    tables = {
+        "entities": [{"id": user, "table": "user_topk"}, {"id": user, "table": "user_vector"}]
+    }
+    many = (await told.app.post("/v1/lookup", tables))["answers"]
+    arrow = await http.post(
+        "/v1/lookup/user_topk", json=body, headers={"accept": "application/vnd.apache.arrow.stream"}
+    )
+    rows = read_arrow_answers(arrow.content, 2)
+    client = AsyncClient(BASE, transport=http._transport)
+    own = await client.lookup("user_topk", user)
+
+    for answer in (one, batch[1], many[0]):
+        assert answer["events"] == 2 and same_list(answer, items, scores)
+    assert "events" not in batch[0] and batch[0]["producer"] == "batch"
+    assert rows[1].events == 2 and list(rows[1].items or ()) == one["items"]
+    assert rows[1].approximate is False and rows[1].as_of == one["as_of"]
+    assert own.events == 2 and list(own.items or ()) == one["items"]
+    # The vector is that of the same history: it ranks candidates as the list is ranked.
+    assert many[1]["events"] == 2
+    ranked = await told.app.post("/v1/score", {"user": user, "items": items[::-1]})
+    assert same_list(ranked, items, scores) and ranked["events"] == 2
+
+
+async def test_what_callers_send_of_known_users_is_left_out_and_changes_nothing_else(
+    told: Told,
+) -> None:
+    user = told.world.known[4]
+    await told.clicks(user, told.world.items[5])
+    items, _ = told.expected(user)
+
+    sent = {"id": user, "history": [items[0], items[2]]}
+    answer = (await told.app.post("/v1/lookup/user_topk", {"entities": [sent]}))["answers"][0]
+
+    wanted = [each for each in items if each not in (items[0], items[2])]
+    assert answer["items"] == wanted and answer["events"] == 1
+
+
+async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(
+    told: Told,
+) -> None:
+    clicks = told.world.items[6:9]
+    await told.clicks("a-stranger", *clicks)
+
+    alone = await told.one("a-stranger")
+    sent = {"id": "a-stranger", "history": told.world.items[20:22]}
+    both = (await told.app.post("/v1/lookup/user_topk", {"entities": [sent]}))["answers"][0]
+
+    assert alone["source"] == "live" and same_list(alone, *told.expected("a-stranger"))
+    again = (await told.app.post("/v1/lookup/user_topk", {"entities": [sent]}))["answers"][0]
+    assert both["source"] == "live" and again["source"] == "l1" and both["events"] == 3
+    assert not {*clicks, *sent["history"]} & {*both["items"]}
+    # Nobody gets what was computed from what another one sent.
+    assert (await told.one("a-stranger"))["items"] == alone["items"]
+    as_if = {"id": None, "history": [*sent["history"], *clicks]}
+    plain = (await told.app.post("/v1/lookup/user_topk", {"entities": [as_if]}))["answers"][0]
+    assert len({*plain["items"][:10]} & {*both["items"][:10]}) >= 8  # int8 here, fp32 there
+
+
+async def test_under_overload_the_stored_list_less_the_events_items_is_told_as_what_it_is(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, stranger = told.world.known[5], "nobody-else"
+    stored = await told.one(user)
+    await told.clicks(user, stored["items"][1])
+    await told.clicks(stranger, stored["items"][1])
+    monkeypatch.setattr(told.app.service.ladder._inferences, "admit", lambda: False)
+
+    answer, other = await told.one(user), await told.one(stranger)
+
+    left = [each for each in stored["items"] if each != stored["items"][1]]
+    assert answer["items"] == left and answer["source"] in ("l1", "l2")
+    assert (answer["live"], answer["approximate"], answer["events"]) == ("overloaded", True, 1)
+    assert other["source"] == "default" and other["reason"] == "not_in_generation"
+    assert stored["items"][1] not in other["items"] and other["approximate"] is True
+
+
+async def test_without_a_model_for_events_the_stored_list_answers(told: Told) -> None:
+    user = told.world.known[6]
+    stored = await told.one(user)
+    await told.clicks(user, stored["items"][0])
+    shelf = told.app.service.follower.shelf
+    held = shelf.holding
+    assert held is not None and held.live.events is not None
+    lame = replace(held.live, events=replace(held.live.events, predictor=None))
+    shelf.put(dataclasses.replace(held, live=lame))
+
+    answer = await told.one(user)
+
+    assert answer["items"] == stored["items"][1:] and answer["approximate"] is True
+    assert answer["source"] in ("l1", "l2") and answer["events"] == 1
+
+
+async def test_lists_found_by_the_index_say_so_also_in_l1_and_to_other_replicas(
+    told: Told,
+) -> None:
+    user = told.world.known[7]
+    by_index = EventsConfig(enabled=True, exact_bytes=0)
+    async with serving(told.world.config, events=by_index) as one:
+        found = told._replace(app=one)
+        await found.clicks(user, told.world.items[9])
+        answers = [await found.one(user) for _ in range(3)]
+    async with serving(told.world.config, events=by_index) as other:
+        await until_counted(other, told.world)
+        answers.append(await told._replace(app=other).one(user))
+
+    assert [each["source"] for each in answers] == ["live", "l1", "l1", "l2"]
+    assert all(each["approximate"] for each in answers)
+    assert all(each["items"] == answers[0]["items"] for each in answers)
+
+
+async def test_each_entity_is_counted_once_by_source_and_those_with_events_by_table(
+    told: Told,
+) -> None:
+    users = told.world.known[10:20]
+    for user in users[:5]:
+        await told.clicks(user, told.world.items[10])
+    for _ in range(3):
+        await told.app.post("/v1/lookup/user_topk", {"entities": users})
+        for user in users:
+            await told.one(user)
+
+    entities = await told.app.counted("larder_entities_total")
+    answers = await told.app.counted("larder_answers_total")
+    changed = await told.app.counted("larder_event_answers_total")
+    misses = await told.app.counted("larder_misses_total")
+
+    assert entities["user_topk",] == 60
+    assert sum(count for (_, table), count in answers.items() if table == "user_topk") == 60
+    assert answers["live", "user_topk"] == 5 == misses["newer_events", "user_topk"]
+    assert changed["user_topk",] == 30
+    held = await told.app.counted("larder_events_users")
+    assert held[()] == len({event.user for _, event in told.world.accepted})
+
+
+async def test_blocked_users_and_items_stay_out(told: Told) -> None:
+    user, friend = told.world.known[20:22]
+    item = (await told.one(friend))["items"][0]
+    await told.clicks(user, item)
+    await told.clicks(friend, told.world.items[11])
+    shelf = told.app.service.follower.shelf
+    blocklist = replace(
+        shelf.blocklist,
+        version=9,
+        users=frozenset([user.encode()]),
+        items=frozenset([item.encode()]),
+    )
+    await shelf.block(blocklist)
+
+    answer, other = await told.one(user), await told.one(friend)
+
+    assert answer["reason"] == "entity_blocked" and "events" not in answer
+    items, _ = told.expected(friend)
+    assert other["items"] == [each for each in items if each != item]
+
+
+async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again(
+    told: Told,
+) -> None:
+    user = told.world.known[22]
+    await told.clicks(user, told.world.items[12])
+    first = await told.one(user)
+    position = told.world.accepted[-1][0]
+    await told.clicks(user, first["items"][0])
+    newest = await told.one(user)
+
+    now = await told.app.get(f"/v1/explain/user_topk/{user}")
+    then = await told.app.get(f"/v1/explain/user_topk/{user}", as_of=str(position))
+
+    assert [each["item"] for each in now["events"]["counted"]] == [
+        told.world.items[12], first["items"][0],
+    ]  # fmt: skip
+    assert now["model"]["computed_from"] == "events" and now["model"]["items"] == newest["items"]
+    assert then["model"]["items"] == first["items"] and then["answer"]["tier"] == "l1"
+    assert then["events"]["counted"][-1]["position"] == str(position)
+    assert np.allclose(then["model"]["scores"], first["scores"])
+    refused = await told.app.http.get(f"/v1/explain/user_topk/{user}", params={"as_of": "noon"})
+    assert refused.status_code == 422 and refused.json()["error"]["field"] == "as_of"

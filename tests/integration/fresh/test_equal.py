@@ -1,0 +1,125 @@
+"""Answers with newer events equal the lists of a night over the same rows, made here from the rows themselves."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache.events.event import Event
+from tests.integration.feature_towers import COUNTRIES, from_history_and_country, with_towers
+from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list, until_counted
+from tests.integration.nights import prepare
+from tests.integration.serving_app import Running, serving
+
+LIMIT = 12
+
+
+def reference_world(folder: Path, redis_url: str, users: int) -> EventWorld:
+    """A world of the reference bundle, whose models are given the newest few items."""
+    config = prepare(folder, redis_url, users=users, items=150)
+    return EventWorld(replace(config, history_limit=LIMIT), limit=LIMIT)
+
+
+def feature_world(folder: Path, redis_url: str, users: int) -> EventWorld:
+    """A world whose user tower takes a country besides."""
+    config = prepare(folder, redis_url, users=users, items=150)
+    world = EventWorld(config)
+    countries = np.random.default_rng(3).integers(COUNTRIES, size=len(world.users)).tolist()
+    table = {"user": world.users, "country": pa.array(countries, pa.int64())}
+    pq.write_table(pa.table(table), folder / "users.parquet")
+    looks = {"item": world.items, "looks": looks_of(len(world.items))}
+    pq.write_table(pa.table(looks), folder / "items.parquet")
+    with_towers(config, from_history_and_country)
+    sources = replace(config.sources, user_features="users.parquet")
+    tables = {"user_topk": config.tables["user_topk"], "user_vector": config.tables["user_vector"]}
+    features = {
+        user: {"country": country} for user, country in zip(world.users, countries, strict=True)
+    }
+    return EventWorld(replace(config, sources=sources, tables=tables), features=features)
+
+
+def looks_of(count: int) -> Any:
+    values = np.random.default_rng(4).standard_normal((count, 16)).astype(np.float32)
+    return pa.array(values.tolist(), pa.list_(pa.float32()))
+
+
+def drawn(world: EventWorld, rng: np.random.Generator, user: str) -> list[Event]:
+    """1 to 50 events: repeats of what the user had, late ones, ties, unknown items, and some that count for nothing."""
+    own = [(item, at_us) for name, item, at_us in world.rows if name == user]
+    events = []
+    for _ in range(int(rng.integers(1, 51))):
+        item = (
+            own[rng.integers(len(own))][0] if rng.random() < 0.3 else str(rng.choice(world.items))
+        )
+        item = "nobody-knows" if rng.random() < 0.05 else item
+        late = own[rng.integers(len(own))][1] if rng.random() < 0.4 else None
+        weight = 0.0 if rng.random() < 0.05 else 1.0
+        events.append(world.event(user, item, late, weight))
+    rng.shuffle(events)
+    return events
+
+
+async def asked(app: Running, users: Sequence[str]) -> list[dict[str, Any]]:
+    """Answers of all users, a few at a time."""
+    found: list[dict[str, Any]] = []
+    for start in range(0, len(users), 20):
+        body = {"entities": list(users[start : start + 20])}
+        found += (await app.post("/v1/lookup/user_topk", body))["answers"]
+    return found
+
+
+async def compare(world: EventWorld, generation: str, count: int) -> None:
+    """Asks for everybody, with events and without, and compares."""
+    rng = np.random.default_rng(7)
+    # Features of who has no row before the cut are nobody's to know.
+    users = [
+        user for user in (world.known if world.features else world.users) if rng.random() < 0.9
+    ]
+    users = users[:count]
+    for start in range(0, len(users), 50):
+        world.accept(
+            [each for user in users[start : start + 50] for each in drawn(world, rng, user)]
+        )
+    numbers = dict.fromkeys(users, 0)
+    for _, event in world.accepted:
+        numbers[str(event.user and event.user.decode())] += event.counts
+    with_events = [user for user in users if numbers[user]]
+    expected = world.expected(generation, with_events)
+
+    async with serving(world.config, events=EVENTS, live_queue=10_000) as app:
+        await until_counted(app, world)
+        first, again = await asked(app, with_events), await asked(app, with_events)
+        plain = await app.post(
+            "/v1/lookup/user_topk", {"entities": world.known[:20], "max_events": 0}
+        )
+
+    for user, answer in zip(with_events, first, strict=True):
+        assert (answer["source"], answer["producer"]) == ("live", "live")
+        assert "approximate" not in answer and answer["reason"] == "newer_events"
+        assert answer["events"] == numbers[user]
+        assert same_list(answer, *expected[user]), user
+    for before, after in zip(first, again, strict=True):
+        assert after["source"] == "l1" and after["items"] == before["items"]
+        assert after["scores"] == before["scores"] and after["as_of"] == before["as_of"]
+    for answer in plain["answers"]:
+        assert answer["producer"] == "batch" and "events" not in answer
+
+
+@pytest.mark.parametrize("made", [reference_world, feature_world])
+async def test_answers_are_the_lists_of_a_night(made: Any, tmp_path: Path, redis_url: str) -> None:
+    world = made(tmp_path, redis_url, 200)
+    await compare(world, world.publish(), 120)
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("made", [reference_world, feature_world])
+async def test_ten_thousand_answers_are_the_lists_of_a_night(
+    made: Any, tmp_path: Path, redis_url: str
+) -> None:
+    world = made(tmp_path, redis_url, 11_500)
+    await compare(world, world.publish(), 10_000)

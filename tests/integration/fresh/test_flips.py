@@ -1,0 +1,100 @@
+"""Which events count, decided by positions alone: at flips, after rollbacks, and after a restart."""
+
+from pathlib import Path
+from typing import Any
+
+from cache.events.position import BEGINNING
+from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list, until_counted
+from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish, roll_back
+from tests.integration.serving_app import Running, eventually, serving
+
+
+async def live(app: Running, generation: str) -> bool:
+    """Waits until a generation is live."""
+
+    async def is_live() -> bool:
+        holding = app.service.follower.holding
+        return holding is not None and holding.live.generation == generation
+
+    return await eventually(is_live)
+
+
+async def asked(app: Running, user: str, **query: Any) -> dict[str, Any]:
+    return await app.get(f"/v1/lookup/user_topk/{user}", **query)
+
+
+async def test_an_event_counts_once_before_and_after_flips_and_again_after_a_rollback(
+    tmp_path: Path, redis_url: str
+) -> None:
+    world = EventWorld(prepare(tmp_path, redis_url, users=120, items=100))
+    user, other = world.known[:2]
+    first = world.publish(BEGINNING)
+    async with serving(world.config, events=EVENTS) as app:
+        ((taken, _),) = world.accept([world.event(user, world.items[0])])
+        second = world.build(taken, NEXT)
+        # Accepted after the night took its events, and before it is published; late by its own time.
+        world.accept(
+            [world.event(user, world.items[1], at_us=1), world.event(other, world.items[2])]
+        )
+        await until_counted(app, world)
+        before = await asked(app, user)
+        assert (before["generation"], before["events"]) == (first, 3 - 1)
+
+        publish(world.config, second)
+        assert await live(app, second)
+        after, others = await asked(app, user), await asked(app, other)
+        assert (after["generation"], after["events"]) == (second, 1)
+        assert same_list(after, *world.expected(second, [user], data_until=NEXT)[user])
+        assert others["events"] == 1
+        pinned = await asked(app, user, generation=first)
+        assert pinned["events"] == 2 and pinned["items"] == before["items"]
+
+        roll_back(world.config)
+        assert await live(app, first)
+        back = await asked(app, user)
+        assert back["events"] == 2 and back["items"] == before["items"]
+        assert back["as_of"] == before["as_of"]
+
+    # Who starts anew reads the stream again.
+    async with serving(world.config, events=EVENTS) as app:
+        await until_counted(app, world)
+        again = await asked(app, user)
+        assert again["events"] == 2 and again["items"] == before["items"]
+
+
+async def test_users_whose_events_the_night_has_are_answered_as_stored_again(
+    tmp_path: Path, redis_url: str
+) -> None:
+    world = EventWorld(prepare(tmp_path, redis_url, users=120, items=100))
+    user = world.known[0]
+    world.publish(BEGINNING)
+    async with serving(world.config, events=EVENTS) as app:
+        ((taken, _),) = world.accept([world.event(user, world.items[0])])
+        await until_counted(app, world)
+        assert (await asked(app, user))["events"] == 1
+
+        second = world.publish(taken, NEXT)
+        assert await live(app, second)
+        answers = [await asked(app, user) for _ in range(4)]
+
+        assert [each["source"] for each in answers[1:]] == ["l1"] * 3
+        assert all(each["producer"] == "batch" and "events" not in each for each in answers)
+        # The previous generation is held, and lacks it: a rollback must find it.
+        assert user.encode() in app.service.ladder.newer.packed
+
+
+async def test_where_no_generation_tells_of_events_none_are_followed(
+    tmp_path: Path, redis_url: str
+) -> None:
+    world = EventWorld(prepare(tmp_path, redis_url, users=120, items=100))
+    user = world.known[0]
+    world.accept([world.event(user, world.items[0])])
+    plain = build_verified(world.config, UNTIL)
+    publish(world.config, plain)
+    async with serving(world.config, events=EVENTS) as app:
+        assert await live(app, plain)
+        answer = await asked(app, user)
+        assert answer["producer"] == "batch" and "events" not in answer
+        assert "stale" not in answer
+    async with serving(world.config) as app:  # switched off
+        assert not app.service.ladder.newer.packed

@@ -1,0 +1,87 @@
+"""Events of users in memory: what is kept, what a probe costs, and that each new event gives another object."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.events.event import Event
+from cache.events.position import Position
+from cache.events.user_events import UserEvents
+
+USERS = ("u", "v", "w")
+DRAWN = st.lists(
+    st.tuples(st.sampled_from(USERS), st.text(min_size=1, max_size=8), st.integers(0, 9)),
+    max_size=30,
+)
+
+
+def filled(rows: Sequence[tuple[str, str, int]]) -> UserEvents:
+    """Events in the order of their positions, 1, 2, ..."""
+    users = UserEvents()
+    for number, (user, item, at_us) in enumerate(rows, 1):
+        event = Event(str(number), at_us, user.encode(), item.encode())
+        assert users.add(Position(0, number), event)
+    return users
+
+
+def size_of(users: UserEvents) -> int:
+    """Bytes as they are counted, from what is there."""
+    return sum(180 + len(user) + len(packed) for user, packed in users.packed.items())
+
+
+@given(DRAWN, st.integers(0, 31))
+def test_newer_events_are_those_behind_a_position_in_its_order(
+    rows: list[tuple[str, str, int]], until: int
+) -> None:
+    users = filled(rows)
+    for user in USERS:
+        expected = [
+            (item.encode(), at_us, number)
+            for number, (name, item, at_us) in enumerate(rows, 1)
+            if name == user and number > until
+        ]
+        assert list(map(tuple, users.newer(user.encode(), until))) == expected
+        assert users.has_newer(user.encode(), until) == bool(expected)
+
+
+@given(DRAWN, st.integers(0, 31))
+def test_what_is_dropped_is_gone_and_the_rest_is_as_it_was(
+    rows: list[tuple[str, str, int]], until: int
+) -> None:
+    users, whole = filled(rows), filled(rows)
+    before = dict(users.packed)
+
+    users.drop_until(until, [b"u"])
+    users.drop_until(until, [b"v", b"nobody"])
+
+    for user in (b"u", b"v"):
+        assert users.newer(user, 0) == whole.newer(user, until)
+    assert users.newer(b"w", 0) == whole.newer(b"w", 0)
+    assert users.size_bytes == size_of(users) and users.last == whole.last
+    for user, packed in users.packed.items():
+        assert (packed is before[user]) == (packed == before[user])
+
+
+def test_each_event_gives_its_user_another_object_and_nobody_else() -> None:
+    users = filled([("u", "a", 1), ("v", "b", 2)])
+    mine, other = users.packed[b"u"], users.packed[b"v"]
+    assert not users.add(Position(0, 2), Event("again", 3, b"u", b"c"))  # not behind the last one
+    assert users.packed[b"u"] is mine
+
+    users.add(Position(0, 3), Event("new", 3, b"u", b"c"))
+
+    assert users.packed[b"u"] is not mine and users.packed[b"v"] is other
+
+
+@given(DRAWN, DRAWN)
+def test_becoming_another_one_keeps_the_dictionary(
+    rows: list[tuple[str, str, int]], others: list[tuple[str, str, int]]
+) -> None:
+    users, other = filled(rows), filled(others)
+    packed, expected = users.packed, dict(other.packed)
+
+    users.become(other)
+
+    assert users.packed is packed and packed == expected
+    assert (users.size_bytes, users.last) == (size_of(users), len(others))
