@@ -28,7 +28,7 @@ ALONE: Final = 200
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ranking:
+class RankedTargets:
     """Ranks of each target in its way's list, -1 where it is not in it; lists made of a history, and seconds of all."""
 
     ranks: NDArray[np.int64]
@@ -93,7 +93,7 @@ def rank_targets(
     way: Way,
     k: int,
     progress: Progress = quiet,
-) -> Ranking:
+) -> RankedTargets:
     """Each list once, however many targets it is answered for; the time is of towers and search."""
     ends = targets.ends[way]
     outs = targets.ends[EVENTS] if way.leaves_out else ends
@@ -111,7 +111,7 @@ def rank_targets(
         is_it = found[which[rows] - part.start] == targets.items[rows, None]
         ranks[rows] = np.where(is_it.any(axis=1), is_it.argmax(axis=1), -1)
         progress(f"replay {way.text}", part.stop, lists.shape[1])
-    return Ranking(ranks, int((lists[1] > lists[0]).sum()), seconds)
+    return RankedTargets(ranks, int((lists[1] > lists[0]).sum()), seconds)
 
 
 def alone_s(

@@ -54,7 +54,7 @@ class Targets:
         users_max: int,
         rng: np.random.Generator,
     ) -> Self:
-        """What users did for the first time after the cut; of more than `users_max` users so many are drawn.
+        """Finds what users did for the first time after the cut; of more than `users_max` users so many are drawn.
 
         Rows of one moment know nothing of each other. Raises SourceError where there are none.
         """
