@@ -59,6 +59,7 @@ ENTRIES: Final = (
     CommandEntry("night", "Night", text="compute, check and publish a generation"),
     CommandEntry("plan", "Night", text="sizes and times of a night, foretold from a sample"),
     CommandEntry("hand-over", "Night"),
+    CommandEntry("freshness", "Night"),
     CommandEntry("dags", "Night", "infra.cli.dags"),
     CommandEntry("serve", "Day", "serving.__main__", "answer over HTTP"),
     CommandEntry("lookup", "Day", "serving.explain.lookup_cli", "ask a running service for one answer"),

@@ -15,6 +15,7 @@ from precompute.cli.override import command as override
 from precompute.cli.step_commands import INSIDE_SCORE, step_command
 from precompute.cli.temporary_redis import load_again, nothing, verify_again
 from precompute.experiments import command as experiments
+from precompute.freshness import command as freshness
 
 PROG = "python -m precompute"
 
@@ -219,6 +220,9 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command = add("plan", planning.plan, planning.DESCRIPTION)
     planning.add_options(command)
     command.set_defaults(redis="if running")
+    command = add("freshness", freshness.command, freshness.DESCRIPTION)
+    freshness.add_options(command)
+    command.set_defaults(redis="none")
     for name in NIGHT:
         if name not in commands.choices and name not in INSIDE_SCORE:
             add(name, step_command(name), f"run the step {name}", generation=True)

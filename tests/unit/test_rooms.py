@@ -29,7 +29,7 @@ ROOMS = (
     "precompute.gates.evidence",
     "precompute.gates.rules",
     "precompute.gates", "precompute.steps", "precompute.operations", "precompute.canary",
-    "precompute.planning",
+    "precompute.planning", "precompute.freshness",
     "precompute.cli", "precompute",
 )  # fmt: skip
 """Lowest first: a room imports itself and rooms before it."""

@@ -1,0 +1,29 @@
+"""Ways of keeping lists fresh that a replay compares."""
+
+from dataclasses import dataclass
+from typing import Final
+
+HOUR_S: Final = 3_600
+DAY_S: Final = 24 * HOUR_S
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Way of keeping lists fresh: every `period_s` they are computed from all that happened before, 0: at once.
+
+    With `leaves_out` a list is answered less the items that its user has had since.
+    """
+
+    name: str
+    text: str
+    period_s: int
+    leaves_out: bool = False
+
+
+NIGHT: Final = Way("night", "a night a day", DAY_S)
+LESS: Final = Way("night_less", "a night a day, less items had since", DAY_S, leaves_out=True)
+HOURLY: Final = Way("hourly", "a night an hour", HOUR_S)
+EVENTS: Final = Way("events", "events", 0)
+
+WAYS: Final = (NIGHT, LESS, HOURLY, EVENTS)
+"""All ways; the first is what the others are compared with."""

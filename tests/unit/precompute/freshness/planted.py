@@ -1,0 +1,46 @@
+"""Planted logs: groups of items, users with one each, and what they do on the day that is replayed."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from precompute.config.settings import NightConfig, ReferenceConfig, Sources
+
+START = np.datetime64("2026-03-02T00:00:00", "s").astype(int)
+DAY_S, HOUR_S = 86_400, 3_600
+DAYS = 10
+"""Days before the one that is replayed."""
+
+Row = tuple[int, int, int]
+"""User, item, and seconds since START."""
+
+
+def write(folder: Path, rows: list[Row], groups: int = 20) -> NightConfig:
+    """Settings whose log has these rows, in an order of no meaning; the model tells so many groups of items apart."""
+    users, items, seconds = (np.array(each) for each in zip(*rows, strict=True))
+    mixed = np.random.default_rng(1).permutation(len(rows))
+    table = pa.table({
+        "user": [f"u-{each}" for each in users[mixed]],
+        "item": [f"i-{each}" for each in items[mixed]],
+        "timestamp": pa.array(START + seconds[mixed], pa.timestamp("s")),
+    })  # fmt: skip
+    pq.write_table(table, folder / "log.parquet")
+    return NightConfig(
+        base=str(folder), artifacts=str(folder / "artifacts"),
+        sources=Sources(("log.parquet",)), reference=ReferenceConfig(choose=False, dims=groups),
+    )  # fmt: skip
+
+
+def before(
+    rng: np.random.Generator, *, users: int, groups: int, size: int, each: int
+) -> tuple[list[Row], np.ndarray]:
+    """(rows of the days before, the group of each user): everybody takes up `each` different items of one group."""
+    own = np.arange(users) % groups
+    rows = [
+        (user, int(own[user] * size + item), int(rng.integers(0, DAYS * DAY_S)))
+        for user in range(users)
+        for item in rng.choice(size, each, replace=False)
+    ]
+    return rows, own

@@ -1,0 +1,79 @@
+"""The command `freshness`, as a shell runs it."""
+
+import numpy as np
+import orjson
+import pytest
+
+from precompute.__main__ import main
+from tests.unit.precompute.freshness.planted import before, write
+from tests.unit.precompute.freshness.test_replay import jumping
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """Words that replay a planted log's last day."""
+    monkeypatch.setattr("precompute.__main__._on_interrupt", lambda _handler: None)
+    write(tmp_path, jumping(np.random.default_rng(0)))
+    (tmp_path / "larder.toml").write_text("[reference]\nchoose = false\ndims = 20\n")
+    monkeypatch.chdir(tmp_path)
+    return ["freshness", "--config", "larder.toml", "--data", "log.parquet", "--days", "1"]
+
+
+def test_programs_are_told_in_json(words, capsys):
+    assert main([*words, "--json", "--k", "10", "--seed", "3"]) == 0
+
+    told = orjson.loads(capsys.readouterr().out)
+    assert (told["k"], told["seed"], told["days"], told["users"]) == (10, 3, 1, 300)
+    assert told["cut"] == "2026-03-12T00:00:00" and told["trained"] == "on what is before the cut"
+    first = told["groups"][0]
+    assert first["group"] == "all" and first["targets"] == 500
+    assert set(first["recall"]) == {"night", "night_less", "hourly", "events"}
+    assert set(first["gain"]) == {"night_less", "hourly", "events"}
+    low, value, high = (first["gain"]["events"][name] for name in ("low", "value", "high"))
+    assert 0.5 < low < value < high
+    assert [each["way"] for each in told["costs"]] == ["night", "hourly", "events"]
+
+
+def test_people_get_tables(words, capsys):
+    assert main(words) == 0
+
+    shown = capsys.readouterr().out
+    for text in ("300 users, 200 items, 2,000 interactions", "recall@20", "NDCG@20", "a night an hour",
+                 "12 to 24 h since the night", "lists a day, where inputs changed"):  # fmt: skip
+        assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "line"),
+    [
+        ("--days", "0", "--days is 1 to 3650, not 0"),
+        ("--k", "1001", "--k is 1 to 1000, not 1001"),
+        ("--users", "-1", "--users is 1 to"),
+        ("--seed", "-1", "--seed is 0 to"),
+        ("--data", "nothing.csv", "nothing.csv"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(words, option, value, line, capsys):
+    assert main([*words, option, value]) == 1
+
+    told = capsys.readouterr().err
+    assert line in told and "Traceback" not in told
+
+
+def test_the_configured_bundle_may_be_replayed(words, tmp_path, capsys):
+    rows, _ = before(np.random.default_rng(0), users=300, groups=20, size=10, each=5)
+    (tmp_path / "earlier").mkdir()
+    write(tmp_path / "earlier", rows)
+    (tmp_path / "earlier/larder.toml").write_text(
+        'artifacts = "store"\nbundle = "bundle"\n[reference]\nchoose = false\ndims = 20\n'
+        '[sources]\ninteractions = ["log.parquet"]\n'
+    )
+    assert main(["train", "--config", "earlier/larder.toml", "--json"]) == 0
+    capsys.readouterr()
+
+    asked = [*words, "--bundle", "earlier/bundle", "--configured-bundle", "--json"]
+    assert main(asked) == 0
+
+    told = orjson.loads(capsys.readouterr().out)
+    assert told["trained"] == "as configured"
+    assert told["groups"][0]["gain"]["events"]["low"] > 0.5

@@ -1,0 +1,118 @@
+"""Ranks of targets against lists that are computed one by one, apart from the room."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.errors import ConfigError
+from cache.model.tower import Histories, Tower
+from precompute.bundles.bundle import Bundle
+from precompute.freshness import ranks
+from precompute.freshness.ranks import ListModel, histories, newest, rank_targets
+from precompute.freshness.targets import Targets
+from precompute.freshness.timed_log import TimedLog
+from precompute.freshness.ways import EVENTS, LESS, NIGHT, WAYS
+from tests.models import ITEMS, train_small
+
+CUT_US = 20_000 * 86_400_000_000
+K = 7
+
+
+def a_log(seed=0, users=25, rows=600):
+    rng = np.random.default_rng(seed)
+    times = CUT_US + rng.integers(-5 * 86_400, 3 * 86_400, rows) // 900 * 900_000_000
+    log = TimedLog.of(rng.integers(0, users, rows), rng.integers(0, ITEMS, rows), times)
+    return log.only((log.users % 5 > 0) | (log.times > CUT_US))  # every fifth is new since the cut
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory) -> Bundle:
+    return train_small(tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.mark.parametrize(("rows", "lists"), [(1 << 20, 4096), (50, 4096), (1 << 20, 3)])
+def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows, lists):
+    monkeypatch.setattr(ranks, "CHUNK_ROWS", rows)
+    monkeypatch.setattr(ranks, "CHUNK_LISTS", lists)
+    log = a_log()
+    targets = Targets.of(log, CUT_US, WAYS, 100, np.random.default_rng(0))
+    popularity = np.random.default_rng(1).permutation(ITEMS)
+    model = ListModel.of(bundle, popularity, limit=6)
+    tower = Tower.open(bundle.user_tower.path, bundle.user_tower.spec)
+    vectors = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run(
+        {"item_index": np.arange(ITEMS)}
+    )
+
+    for way in WAYS:
+        found = rank_targets(model, log, targets, way, K)
+        for row in range(len(targets)):
+            start, end = targets.starts[row], targets.ends[way][row]
+            out = targets.ends[EVENTS][row] if way is LESS else end
+            seen = list(dict.fromkeys(log.items[start:end][::-1].tolist()))[::-1][-6:]
+            scores = popularity.astype(np.float64)
+            if seen:
+                scores = (tower.run({"history": Histories.of([seen])}) @ vectors.T)[0]
+            scores = scores.astype(np.float64)
+            scores[log.items[start:out]] = -np.inf
+            top = np.argsort(-scores, kind="stable")[:K].tolist()
+            item = targets.items[row]
+            # Scores within rounding of each other may come in either order.
+            place = found.ranks[row]
+            if (item in top) != (place >= 0):
+                assert abs(scores[item] - scores[top[-1]]) < 1e-5
+            elif place >= 0:
+                assert abs(scores[item] - scores[top[place]]) < 1e-5
+    assert (targets.ends[NIGHT] == targets.starts).any()
+
+
+def test_a_list_is_computed_once_for_all_targets_it_is_answered_for(bundle):
+    log = a_log()
+    targets = Targets.of(log, CUT_US, WAYS, 100, np.random.default_rng(0))
+    model = ListModel.of(bundle, np.arange(ITEMS), limit=100)
+
+    found = {way: rank_targets(model, log, targets, way, K).lists for way in WAYS}
+
+    ends = set(zip(targets.starts, targets.ends[NIGHT], strict=True))
+    assert found[NIGHT] == sum(end > start for start, end in ends) > 0
+    assert found[NIGHT] < found[LESS] < found[EVENTS] <= len(targets)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 5), max_size=12), min_size=1, max_size=8), st.integers(1, 4)
+)
+def test_a_history_has_each_item_once_at_its_latest_place(rows, limit):
+    items = np.array([item for row in rows for item in row], np.int64)
+    ends = np.cumsum([len(row) for row in rows])
+    owners = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    log = TimedLog(owners, items, np.arange(len(items)))
+
+    found = histories(log, ends - [len(row) for row in rows], ends)
+    short = newest(found, limit)
+
+    for number, row in enumerate(rows):
+        expected = list(dict.fromkeys(row[::-1]))[::-1]
+        own = slice(found.indptr[number], found.indptr[number + 1])
+        assert found.indices[own].tolist() == expected
+        assert (
+            short.indices[short.indptr[number] : short.indptr[number + 1]].tolist()
+            == expected[-limit:]
+        )
+
+
+def test_a_model_that_a_log_cannot_fill_is_refused(bundle):
+    class Wanting:
+        name = "theirs"
+
+        class item_tower:  # noqa: N801
+            class spec:  # noqa: N801
+                features = ()
+
+        class user_tower:  # noqa: N801
+            class spec:  # noqa: N801
+                history = None
+                features = ()
+
+    with pytest.raises(ConfigError, match="theirs reads no history"):
+        ListModel.of(Wanting, np.arange(ITEMS), 10)  # type: ignore[arg-type]
