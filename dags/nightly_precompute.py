@@ -54,8 +54,7 @@ from airflow.sdk import (
 )
 
 from cache.config.events import EventsConfig
-from cache.config.tasks import DagConfig
-from cache.config.timetable import Timetable
+from cache.config.timetable import DagConfig, Timetable
 from cache.control.night_steps import STAGES
 from cache.errors import BundleError, ConfigError, Refused, SourceError
 

@@ -86,6 +86,7 @@ class HeldNamespace:
             flipped=flipped,
             aside=aside,
             in_thread=in_thread,
+            attributes=ladder.newer.values,
         )
         trial = CanaryRouter(shelf, metrics)
         follower = Follower(

@@ -10,7 +10,8 @@ import numpy as np
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
 from cache.format.ids import canonical_id, fingerprint, hash_id, hash_ids
-from cache.format.manifest import Artefact, Producer, Table, TablePart
+from cache.format.manifest import Producer, Table, TablePart
+from cache.format.manifest_files import Artefact
 from cache.format.records.codec import encode_numbers
 from cache.format.records.layout import FLAG_LIVE, Layout
 from cache.format.redis_keys import Keyspace

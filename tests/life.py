@@ -17,16 +17,8 @@ import orjson
 import redis
 
 from cache.errors import Conflict, LarderError, UnknownGeneration
-from cache.format.manifest import (
-    Artefact,
-    DirectoryPart,
-    EntitySet,
-    ItemFiles,
-    Manifest,
-    Producer,
-    Table,
-    TablePart,
-)
+from cache.format.manifest import DirectoryPart, EntitySet, Manifest, Producer, Table, TablePart
+from cache.format.manifest_files import Artefact, ItemFiles
 from cache.format.records.layout import Layout
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path

@@ -22,7 +22,7 @@ from cache.config.sections import (
     TableConfig,
 )
 from cache.config.shared import SharedConfig, check_name
-from cache.config.tasks import DagConfig
+from cache.config.timetable import DagConfig
 from cache.errors import ConfigError
 
 DEFAULT_BUNDLE: Final = ".larder/bundle"

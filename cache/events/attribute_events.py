@@ -138,6 +138,12 @@ class AttributeEvents:
             gone += len(old)
         return gone
 
+    def become(self, other: "AttributeEvents") -> None:
+        """Holds from now on what another one holds, which is given up with that."""
+        self._items, self._users = other._items, other._users
+        self.size_bytes, self.last = other.size_bytes, other.last
+        self.newest_item, self.refused = other.newest_item, other.refused
+
     def forget(self, kind: str, raw: bytes) -> None:
         """Forgets the values of an item or a user that was erased."""
         self._forget(self._items if kind == "item" else self._users, raw)

@@ -6,7 +6,8 @@ Synchronous, and thread-safe.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +15,13 @@ from numpy.typing import NDArray
 from cache.errors import InvalidInput
 from cache.events.history import merge
 from cache.events.position import Position
+from cache.events.seen import SeenItems, UserInput
 from cache.events.user_events import UserEvent
+from cache.events.user_features import features_with
 from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import Manifest, Table
 from cache.format.records.layout import FLAG_APPROXIMATE
-from cache.format.seen import SeenItems, UserInput
 from cache.model.feature_checks import check_features
 from cache.model.input_preparation import Prepared, latest_of_each
 from cache.model.predictor import LiveInput, Predictor
@@ -35,12 +37,14 @@ _NOTHING = np.empty(0, np.int64)
 class EventInput(NamedTuple):
     """Newer events of a user, and where the night's input of the user lies in its directory; -1: it has none.
 
-    `sent` is what a caller sent of somebody whom the night does not know: it comes before the events.
+    `sent` is what a caller sent of somebody whom the night does not know: it comes before the events. `values` are
+    attributes that events set for the user.
     """
 
     position: int
     events: tuple[UserEvent, ...]
     sent: LiveInput | None = None
+    values: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,9 +154,10 @@ class EventPredictor:
             return None
         features: Mapping[str, FeatureValue] = {}
         if spec.features:
-            if not base.features:
+            given = features_with(base.features, each.values, spec.features)
+            if given is None:
                 return None
-            features = check_features(spec.features, _sent(base.features))
+            features = check_features(spec.features, given)
         return Prepared(table, history, features, -1, merged.had, 0)
 
     def _base(self, each: EventInput) -> UserInput:
@@ -166,7 +171,7 @@ class EventPredictor:
 
 
 def tables_changed(manifest: Manifest) -> frozenset[str]:
-    """Tables of users whose answers a newer event changes: lists, and what comes from a history.
+    """Tables of users whose answers a newer event changes: lists, and what comes from a history or from features.
 
     Where users brought their vectors along, these stay as they are.
     """
@@ -176,8 +181,9 @@ def tables_changed(manifest: Manifest) -> frozenset[str]:
         model = manifest.models.get(str(table.producer.model))
         if table.entity != "user" or model is None:
             continue
-        takes_history = TowerSpec.from_json(model.spec).history is not None
-        if table.kind == "topk" or (takes_history and not (is_given and table.kind == "vector")):
+        spec = TowerSpec.from_json(model.spec)
+        is_changed = spec.history is not None or bool(spec.features)
+        if table.kind == "topk" or (is_changed and not (is_given and table.kind == "vector")):
             found.append(name)
     return frozenset(found)
 
@@ -185,11 +191,6 @@ def tables_changed(manifest: Manifest) -> frozenset[str]:
 def has_given_vectors(manifest: Manifest) -> bool:
     """True if some users brought their vectors along, which no model makes anew."""
     return bool(manifest.facts.get("user_vectors"))
-
-
-def _sent(row: Mapping[str, FeatureValue]) -> dict[str, FeatureValue]:
-    """Features as a caller's are read: lists of numbers as tuples."""
-    return {name: tuple(each) if isinstance(each, list) else each for name, each in row.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ def merge(
     events_us: NDArray[np.int64],
     limit: int,
 ) -> Merged:
-    """What a night groups of a user's rows, from what one published of them and the events behind its position.
+    """History as a night groups a user's rows, from what one published of them and the events behind its position.
 
     `had` are ordinals oldest first, each once, with when each happened last; `events` ordinals in the order of their
     positions, -1 for an item that the generation does not know. Rows are ordered by time, those of one time as they

@@ -14,7 +14,10 @@ _USER_BYTES: Final = 180
 
 
 class UserEvent(NamedTuple):
-    """Event in the history of its user: item, when it happened (microseconds), and its position's number."""
+    """Event of a user: item, when it happened (microseconds), and its position's number.
+
+    The item is empty where the event set attributes of the user, whose values `AttributeEvents` has.
+    """
 
     item: bytes
     at_us: int
@@ -22,7 +25,7 @@ class UserEvent(NamedTuple):
 
 
 class UserEvents:
-    """Histories of users since some position; a probe for a user without any costs one look into a dictionary.
+    """Events of users since some position; a probe for a user without any costs one look into a dictionary.
 
     Positions only grow: an event that is not behind the last one is taken once, whoever tells it again.
     """
@@ -42,13 +45,17 @@ class UserEvents:
         return user in self.packed
 
     def add(self, position: Position, event: Event) -> bool:
-        """Takes the next event in; False for one that was there, True also where it is in nobody's history."""
+        """Takes the next event in; False for one that was there, True also where it changes nobody's input."""
         number = position.number
         if number <= self.last:
             return False
         self.last = number
         user, item = event.user, event.item
-        if not event.counts or user is None or item is None:
+        if event.kind == "user" and event.attributes:
+            item = b""
+        elif not event.counts:
+            return True
+        if user is None or item is None:
             return True
         before = self.packed.get(user)
         if before is None:

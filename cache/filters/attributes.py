@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.directory import map_file
-from cache.format.manifest import AttributeKind, Manifest
+from cache.format.manifest import Manifest
+from cache.format.manifest_files import AttributeKind
 
 NO_CODE: Final = np.uint32(0xFFFF_FFFF)
 """Code of a text that an item does not have."""

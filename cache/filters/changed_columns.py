@@ -19,7 +19,7 @@ from cache.filters.attributes import (
     moment_us,
 )
 from cache.filters.expression import TEXT_BYTES_MAX
-from cache.format.manifest import AttributeKind
+from cache.format.manifest_files import AttributeKind
 
 TOO_LONG: Final = f"a text of more than {TEXT_BYTES_MAX} bytes"
 BEYOND: Final = "a whole number beyond 2**53"

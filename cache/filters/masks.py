@@ -18,7 +18,7 @@ from cache.filters.attributes import (
     moment_us,
 )
 from cache.filters.expression import Combining, Comparing, Expression, Filter, InvalidFilter, Scalar
-from cache.format.manifest import AttributeKind
+from cache.format.manifest_files import AttributeKind
 
 Mask = NDArray[np.bool_]
 

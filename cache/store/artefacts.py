@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
-from cache.format.manifest import GENERATION, Artefact, Manifest
+from cache.format.manifest import GENERATION, Manifest
+from cache.format.manifest_files import Artefact
 from cache.store.host_copies import HostCopies
 from cache.store.local_files import disk_errors as disk_errors
 from cache.store.local_files import last_change as last_change

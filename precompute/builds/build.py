@@ -10,7 +10,8 @@ from typing import Any, Self
 import orjson
 
 from cache.errors import BundleError, StoreError, UnknownGeneration
-from cache.format.manifest import CUT_CHARS, Artefact, Model
+from cache.format.manifest import CUT_CHARS, Model
+from cache.format.manifest_files import Artefact
 from cache.formats import FIELD, FORMATS, STAGES, demand, stamp
 from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
 from precompute.bundles.bundle import Bundle, BundleModel

@@ -13,21 +13,17 @@ from cache.format.manifest import (
     WITH_EVENTS,
     WITH_FILTERS,
     WITH_WEIGHTS,
-    Artefact,
-    Attribute,
     DirectoryPart,
     EntitySet,
-    EventsRead,
     Index,
-    ItemFiles,
     Manifest,
     Model,
     NamedFilter,
     Producer,
-    SeenPart,
     Table,
     TablePart,
 )
+from cache.format.manifest_files import Artefact, Attribute, EventsRead, ItemFiles, SeenPart
 from cache.format.reuse import FACT as REUSE
 from cache.model.input_sample import FACT
 from cache.store.artefacts import generation_path
@@ -137,6 +133,7 @@ def seal(made: Build) -> Manifest:
             **({} if config.sources.interactions else {WITHOUT_INTERACTIONS: True}),
             "interactions_with_unknown_items": begun["unknown_items"],
             "items_without_vector": begun["items_without_vector"],
+            **({"user_vectors": True} if begun.get("events") and begun.get("user_vectors") else {}),
             "inputs": begun["inputs"],
             "unusable": merged([begun.get("unusable", {}), *(
                 report[kind].get("unusable", {}) for report in reports for kind in ("users", "items")
@@ -150,11 +147,18 @@ def seal(made: Build) -> Manifest:
             for report in reports if report["users"].get("seen")
         ),
         filters=_filters(config, bundle, reports),
-        events=EventsRead(begun["events"]["until"], config.history_limit) if begun.get("events") else None,
+        events=_events(config, begun),
         format=manifest_format(config, bundle),
     )  # fmt: skip
     made.store.write(path, manifest.to_bytes())
     return manifest
+
+
+def _events(config: NightConfig, begun: Step) -> EventsRead | None:
+    if not (read := begun.get("events")):
+        return None
+    facets = {name: each.attribute for name, each in config.facets.items()}
+    return EventsRead(read["until"], config.history_limit, facets)
 
 
 def manifest_format(config: NightConfig, bundle: Bundle) -> int:

@@ -10,7 +10,8 @@ import numpy as np
 import redis
 
 from cache.errors import Conflict, StoreError
-from cache.format.manifest import Artefact, Manifest
+from cache.format.manifest import Manifest
+from cache.format.manifest_files import Artefact
 from cache.store.artefacts import ArtefactStore, check, generation_path, read_manifest
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import load_part

@@ -22,7 +22,7 @@ from cache.filters.attributes import (
 from cache.filters.changed_columns import BEYOND, TOO_LONG, ItemValue, with_values
 from cache.filters.expression import TEXT_BYTES_MAX
 from cache.format.item_table import ItemTable
-from cache.format.manifest import AttributeKind
+from cache.format.manifest_files import AttributeKind
 from cache.store.artefacts import write_atomically
 from precompute.config.settings import NightConfig
 from precompute.partitions.catalogue import ITEM_ROWS

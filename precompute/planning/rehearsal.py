@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import redis
 
-from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
+from cache.format.manifest import Manifest, Producer, Table, TablePart
+from cache.format.manifest_files import Artefact, ItemFiles
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact, LarderError, StoreError
 from cache.format.item_table import ItemTable
-from cache.format.manifest import GENERATION, Artefact, Manifest
+from cache.format.manifest import GENERATION, Manifest
+from cache.format.manifest_files import Artefact
 from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build
 from precompute.builds.filtered_items import allowed_items

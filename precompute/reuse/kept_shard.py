@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
-from cache.format.manifest import Artefact, Table
+from cache.format.manifest import Table
+from cache.format.manifest_files import Artefact
 from cache.format.records.layout import ABSENT
 from cache.model.tower import Histories
 from precompute.builds.build import shard_report

@@ -91,7 +91,7 @@ def _call(events: Sequence[NewEvent]) -> Call:
 
 
 def read_receipt(raw: bytes) -> EventReceipt:
-    """What became of the events of one request. Raises Garbled."""
+    """Outcome of the events of one request. Raises Garbled."""
     body = read_json(raw)
     try:
         rejected = tuple(

@@ -216,7 +216,7 @@ def _attributes(value: object, field: str) -> dict[str, Any]:
             where = f"{field}.{name}"
             what = (
                 f"{where} is a text of at most {TEXT_BYTES_MAX} bytes, a list of at most {TEXTS_MAX} of them, a finite "
-                "number, or true or false"
+                "number, true or false, or null, which clears it"
             )
             raise unprocessable("invalid_field", what, where)
     return value
@@ -229,7 +229,8 @@ def _is_attribute(value: object) -> bool:
         )
     if isinstance(value, str):
         return len(value.encode()) <= TEXT_BYTES_MAX
-    return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    is_finite = isinstance(value, float) and math.isfinite(value)
+    return value is None or isinstance(value, bool | int) or is_finite
 
 
 def _of_texts(fields: Mapping[bytes, bytes]) -> dict[str, Any]:

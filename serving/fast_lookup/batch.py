@@ -14,7 +14,7 @@ from cache.tiers.results import Found, Outcome, Tier, Want
 from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Turn
-from serving.lookup.entity import Case, changed_facet, plain_case
+from serving.lookup.entity import Case, plain_case
 from serving.lookup.service import LookupService
 from serving.rendering.answer_fields import JSON, Answer
 from serving.rendering.arrow_rows import items_of, resolved_stream
@@ -99,7 +99,7 @@ class Batches:
         is_plain = positions >= 0
         if live.has_blocked_entities:
             is_plain &= [not live.blocks(table, raw) for raw in lookup.raws]
-        if changed_facet(live, table) is not None:
+        if live.changed_facet(table) is not None:
             is_plain[:] = False
         newer = self._ladder.newer
         if newer.packed and not newer.packed.keys().isdisjoint(lookup.raws):

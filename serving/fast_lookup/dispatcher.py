@@ -20,7 +20,7 @@ from serving.fast_lookup.ready_counts import SentReady
 from serving.fast_lookup.single import Singles
 from serving.fast_lookup.single_request import Get
 from serving.generations.served_set import Holding
-from serving.lookup.entity import changed_facet, made_under_filter, plain_want
+from serving.lookup.entity import, made_under_filter, plain_want
 from serving.lookup.service import LookupService
 from serving.metrics.fast_counters import GET_ROUTE
 from serving.requests import fast_parse
@@ -149,7 +149,7 @@ class Hot:
         is_plain = (
             want.position >= 0
             and not live.blocks(table, asked.raw)
-            and changed_facet(live, table) is None
+            and live.changed_facet(table) is None
         )
         if (events := self._events(asked.raw)) is not None:
             is_plain = is_plain and not self._newer.changes(live, table, asked.raw)

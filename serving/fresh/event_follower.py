@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from cache.errors import CorruptArtefact
 from cache.events.accept import entry_of
+from cache.events.attribute_events import AttributeEvents
 from cache.events.position import Position
 from cache.events.user_events import UserEvents
 from cache.format.redis_keys import Keyspace
@@ -120,11 +121,13 @@ class EventFollower:
         if blocklist is not self._blocklist:
             for raw in _blocked(blocklist) & users.packed.keys():
                 users.forget(raw)
+                self._newer.values.forget("user", raw)
             self._blocklist = blocklist
-        if users.size_bytes >= self._limit_bytes:
+        if self._newer.size_bytes >= self._limit_bytes:
             self._fall_behind()
             return False
-        if await self._read(client, users, wait_ms if self._is_at_end else None) < _AT_ONCE:
+        wait_ms = wait_ms if self._is_at_end else None
+        if await self._read(client, self._newer, wait_ms) < _AT_ONCE:
             self._catch_up()
         else:
             self._is_at_end = False
@@ -146,8 +149,9 @@ class EventFollower:
             return None
         return min([each.events.until for each in held.snapshots if each.events], default=None)
 
-    async def _read(self, client: Redis, users: UserEvents, wait_ms: int | None) -> int:
+    async def _read(self, client: Redis, newer: NewerEvents, wait_ms: int | None) -> int:
         """Takes the next entries in; how many there were."""
+        users = newer.users
         last = str(Position.of_number(users.last))
         streams: Any = await client.xread({self._stream: last}, count=_AT_ONCE, block=wait_ms)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = streams[0][1] if streams else []
@@ -165,18 +169,19 @@ class EventFollower:
                 users.last = position.number
             else:
                 users.add(position, event)
+                newer.values.add(position, event)
         return len(entries)
 
     async def _read_again(self, client: Redis, floor: int, blocklist: Blocklist) -> None:
         """Reads the stream from an earlier position on; what was known is counted until that is done."""
         self._fall_behind()
         self._blocklist = blocklist
-        aside = UserEvents()
-        aside.last = floor
-        while True:
-            if not await self._read(client, aside, None) or aside.size_bytes >= self._limit_bytes:
-                break
-        self._newer.users.become(aside)
+        aside = NewerEvents(UserEvents(), AttributeEvents())
+        aside.users.last = floor
+        while await self._read(client, aside, None) and aside.size_bytes < self._limit_bytes:
+            pass
+        self._newer.users.become(aside.users)
+        self._newer.values.become(aside.values)
         self._floor = floor
 
     async def _drop(self, floor: int) -> None:
@@ -185,6 +190,7 @@ class EventFollower:
         for start in range(0, len(users), _AT_ONCE):
             self._newer.users.drop_until(floor, users[start : start + _AT_ONCE])
             await asyncio.sleep(0)
+        self._newer.values.drop_until(floor)
         self._newer.users.last = max(self._newer.users.last, floor)
         self._floor = floor
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from cache.events.attribute_events import AttributeEvents
 from cache.events.event_predictor import EventInput
 from cache.events.position import Position
 from cache.events.user_events import UserEvent, UserEvents
@@ -39,7 +40,7 @@ class CountedEvents(NamedTuple):
     @property
     def items(self) -> tuple[bytes, ...]:
         """Items of the events, by their ids."""
-        return tuple([each.item for each in self.input.events])
+        return tuple([each.item for each in self.input.events if each.item])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,13 @@ class NewerEvents:
     """Events of users since the oldest generation that is held; for the event loop of one process only."""
 
     users: UserEvents = field(default_factory=UserEvents)
+    values: AttributeEvents = field(default_factory=AttributeEvents)
+    """Attributes that events set."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that they take, about."""
+        return self.users.size_bytes + self.values.size_bytes
 
     @property
     def packed(self) -> dict[bytes, bytes]:
@@ -86,7 +94,9 @@ class NewerEvents:
         directory = snapshot.directories["user"]
         position = directory.find(hash_id(raw, directory.seed))
         source, digest = (None, b"") if sent is None or position >= 0 else sent
-        return CountedEvents(EventInput(position, events, source), _digest(raw, events[-1], digest))
+        values = self.values.of_user(raw, snapshot.events.until)
+        counted = EventInput(position, events, source, values)
+        return CountedEvents(counted, _digest(raw, events[-1], digest))
 
 
 def iso_of(at: float) -> str:

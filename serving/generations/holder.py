@@ -52,12 +52,13 @@ class Shelf:
         flipped: Callable[[str], None] = lambda _before: None,
         aside: Executor | None = None,
         in_thread: InThread,
+        attributes: AttributeEvents | None = None,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.holding: Holding | None = None
         self.blocklist = Blocklist()
         self.is_blocklist_known = False
-        self.attributes = AttributeEvents()
+        self.attributes = AttributeEvents() if attributes is None else attributes
         """Attributes that events set, filled by who follows these; `take_values` puts them in force."""
         self.pass_on: Callable[[Blocklist], Coroutine[Any, Any, None]] | None = None
         """Told of each blocklist that is in force from then on."""

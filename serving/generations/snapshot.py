@@ -18,12 +18,14 @@ from cache.config.events import EventsConfig
 from cache.errors import CorruptArtefact, LarderError
 from cache.events.event_predictor import EventPredictor, GenerationEvents
 from cache.events.position import Position
+from cache.events.seen import SeenItems
+from cache.filters.attributes import AttributeColumn
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import hash_id, input_digest
 from cache.format.item_table import ItemTable
-from cache.format.manifest import Artefact, Manifest, Table
-from cache.format.seen import SeenItems
+from cache.format.manifest import Manifest, Table
+from cache.format.manifest_files import Artefact
 from cache.model.predictor import Predictor
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import Blocklist
@@ -174,6 +176,14 @@ class Snapshot:
     def has_blocked_entities(self) -> bool:
         """True if any entity must not be served."""
         return bool(self.blocklist.entities or self.blocklist.items or self.blocklist.users)
+
+    def changed_facet(self, table: Table) -> AttributeColumn | None:
+        """Attribute of a facet's table, where events gave some item another value than when its lists were made."""
+        filtering, events = self.filtering, self.manifest.events
+        if filtering is None or not filtering.changed or events is None:
+            return None
+        name = events.facets.get(table.name)
+        return filtering.attributes.columns[name] if name in filtering.changed else None
 
     def digest_without_input(self, table: Table) -> bytes | None:
         """Input digest where nothing is sent: an item of the catalogue is its own input; others have none (None)."""

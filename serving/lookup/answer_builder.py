@@ -13,7 +13,7 @@ from cache.format.records.codec import Record
 from cache.tiers.results import NOWHERE, MissReason
 from serving.answers.sources import FALLBACKS, STORED, Source
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case, Partial, changed_facet
+from serving.lookup.entity import Case, Partial
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import (
     Barred,
@@ -126,7 +126,7 @@ class Reply:
         is_of_history = source is Source.LIVE and case.counted is None
         if not is_of_history and table.kind == "topk" and case.entity.history:
             barred += (case.history_in(snapshot).seen,)
-        column, raw = changed_facet(snapshot, table), case.entity.raw
+        column, raw = snapshot.changed_facet(table), case.entity.raw
         if column is not None and raw is not None and record.items is not None:
             lost = record.items[~column.have(raw.decode(), record.items)]
             barred += (frozenset(lost.tolist()),)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cache.errors import InvalidInput
-from cache.filters.attributes import AttributeColumn
 from cache.filters.masks import Passing
 from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
@@ -214,15 +213,6 @@ def made_under_filter(snapshot: Snapshot, want: Want, options: RequestOptions) -
     declared = snapshot.manifest.filters.get(options.filter)
     table = None if declared is None else declared.tables.get(want.table.name)
     return want if table is None else want._replace(table=table)
-
-
-def changed_facet(snapshot: Snapshot, table: Table) -> AttributeColumn | None:
-    """Attribute of a facet's table, where events gave some item another value than when its lists were made."""
-    filtering, events = snapshot.filtering, snapshot.manifest.events
-    if filtering is None or not filtering.changed or events is None:
-        return None
-    name = events.facets.get(table.name)
-    return filtering.attributes.columns[name] if name in filtering.changed else None
 
 
 def plain_case(

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from cache.format.ids import hash_id
-from cache.format.manifest import Artefact
+from cache.format.manifest_files import Artefact
 from cache.model.input_preparation import LiveInput
 from cache.model.input_sample import FACT, Probe
 from cache.store.artefacts import ArtefactStore, fetch_checked

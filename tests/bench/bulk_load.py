@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import redis
 
-from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
+from cache.format.manifest import Manifest, Producer, Table, TablePart
+from cache.format.manifest_files import Artefact, ItemFiles
 from cache.format.records.layout import Layout
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer

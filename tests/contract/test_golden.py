@@ -5,17 +5,16 @@ import numpy as np
 from cache.format.ids import FINGERPRINT_SEED, fingerprint, hash_id, input_digest
 from cache.format.manifest import (
     MANIFEST_FORMAT,
-    Artefact,
     DirectoryPart,
     EntitySet,
     Index,
-    ItemFiles,
     Manifest,
     Model,
     Producer,
     Table,
     TablePart,
 )
+from cache.format.manifest_files import Artefact, ItemFiles
 from cache.format.records.codec import encode_numbers, encode_topk, pack_overlay
 from cache.format.records.layout import FLAG_LIVE, RECORD_FORMAT, Layout
 from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace, hash_hex

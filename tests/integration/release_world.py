@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from cache.format.manifest import (
-    Artefact,
-    DirectoryPart,
-    EntitySet,
-    ItemFiles,
-    Manifest,
-    Producer,
-    Table,
-    TablePart,
-)
+from cache.format.manifest import DirectoryPart, EntitySet, Manifest, Producer, Table, TablePart
+from cache.format.manifest_files import Artefact, ItemFiles
 from cache.format.records.codec import encode_numbers
 from cache.format.records.layout import Layout
 from cache.format.redis_keys import Keyspace

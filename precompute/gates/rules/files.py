@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from cache.format.manifest import Artefact
+from cache.format.manifest_files import Artefact
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path
 from precompute.gates.evidence.verdict import Measured
 

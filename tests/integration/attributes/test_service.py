@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from cache.config.events import EventsConfig
-from cache.events.accept import SCRIPT, Bounds, call_of, entry_of, outcomes
+from cache.events.accept import SCRIPT, StreamBounds, call_of, entry_of, outcomes, packed
 from cache.events.event import Event
 from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
@@ -22,7 +22,7 @@ from tests.integration.http.shop import Shop, filter_of, make_shop, wanted_of
 from tests.integration.serving_app import Running, eventually, serving
 
 IN_STOCK: dict[str, Any] = {"==": ["stock", True]}
-BOUNDS = Bounds(1 << 24, 60_000, 1_000)
+BOUNDS = StreamBounds(1 << 24, 60_000, 1_000)
 K = 10
 
 
@@ -47,7 +47,9 @@ class Stream:
 
     def accept(self, *events: Event) -> list[Position | None]:
         """Positions of events, as the script accepts them."""
-        keys, args = call_of(self.keyspace, BOUNDS, events)
+        keys, args = call_of(
+            self.keyspace, BOUNDS, [packed(self.keyspace, each) for each in events]
+        )
         replies: Any = self.client.eval(SCRIPT, len(keys), *keys, *args)
         return [each.position for each in outcomes(replies)]
 

@@ -15,12 +15,13 @@ import redis
 from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
-from cache.events.accept import SCRIPT, Bounds, call_of, outcomes
+from cache.events.accept import SCRIPT, StreamBounds, call_of, outcomes, packed
 from cache.events.event import Event
 from cache.events.position import BEGINNING, Position
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.manifest import WITH_EVENTS, Artefact, EventsRead, Manifest, SeenPart
+from cache.format.manifest import WITH_EVENTS, Manifest
+from cache.format.manifest_files import Artefact, EventsRead, SeenPart
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.topk.topk import Scorer
@@ -31,7 +32,7 @@ from tests.integration.serving_app import Running, eventually
 from tests.opened import open_generation
 
 EVENTS = EventsConfig(enabled=True)
-BOUNDS = Bounds(256 << 20, 86_400_000, 100_000)
+BOUNDS = StreamBounds(256 << 20, 86_400_000, 100_000)
 
 Row = tuple[str, str, int]
 """User, item, and when (microseconds)."""
@@ -76,7 +77,8 @@ class EventWorld:
     def accept(self, events: Iterable[Event]) -> list[Placed]:
         """Has Redis accept events as the service does; those accepted, with their positions."""
         sent = list(events)
-        keys, args = call_of(self.config.keyspace(), BOUNDS, sent)
+        keyspace = self.config.keyspace()
+        keys, args = call_of(keyspace, BOUNDS, [packed(keyspace, each) for each in sent])
         with redis.Redis.from_url(str(self.config.redis_url), protocol=2) as client:
             replies = client.eval(SCRIPT, len(keys), *keys, *args)
         told = outcomes(replies)

@@ -9,7 +9,7 @@ import pytest
 import redis
 from redis.exceptions import RedisError
 
-from cache.events.accept import SCRIPT, Bounds, call_of, outcomes
+from cache.events.accept import SCRIPT, StreamBounds, call_of, outcomes, packed
 from cache.events.event import Event
 from cache.events.position import BEGINNING, Position
 from cache.format.redis_keys import Keyspace
@@ -18,7 +18,7 @@ from cache.store.blocklist import Blocklist
 from serving.fresh.event_follower import BEHIND, EventFollower
 from serving.fresh.newer_events import NewerEvents
 
-BOUNDS = Bounds(256 << 20, 86_400_000, 100_000)
+BOUNDS = StreamBounds(256 << 20, 86_400_000, 100_000)
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Stream:
         """One more event, accepted."""
         self._count += 1
         event = Event(f"e{self._count}", self._count, user.encode(), item.encode())
-        keys, args = call_of(self.keyspace, BOUNDS, [event])
+        keys, args = call_of(self.keyspace, BOUNDS, [packed(self.keyspace, event)])
         (told,) = outcomes(self.client.eval(SCRIPT, len(keys), *keys, *args))
         assert told.position is not None
         return told.position

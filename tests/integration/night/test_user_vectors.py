@@ -11,7 +11,7 @@ from cache.errors import SourceError
 from cache.format.gate_rules import SKEW
 from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
-from cache.format.manifest import Artefact
+from cache.format.manifest_files import Artefact
 from cache.format.records.codec import decode
 from cache.model.input_sample import FACT, Probe
 from precompute.builds.build import Build

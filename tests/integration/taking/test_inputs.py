@@ -8,11 +8,11 @@ from cache.errors import Refused
 from cache.events.event import Event
 from cache.events.history import merge
 from cache.events.position import Position
+from cache.events.seen import SeenItems, UserInput
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
 from cache.format.manifest import WITH_EVENTS
-from cache.format.seen import SeenItems, UserInput
 from cache.store.artefacts import read_manifest
 from precompute.config.settings import NightConfig
 from precompute.events.files import last_taken

@@ -13,15 +13,8 @@ from cache.errors import InvalidInput
 from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.manifest import (
-    Artefact,
-    EntitySet,
-    ItemFiles,
-    Manifest,
-    Producer,
-    Table,
-    TablePart,
-)
+from cache.format.manifest import EntitySet, Manifest, Producer, Table, TablePart
+from cache.format.manifest_files import Artefact, ItemFiles
 from cache.format.records.codec import encode_numbers, encode_topk
 from cache.format.records.layout import FLAG_LIVE, Layout
 from cache.model.predictor import LiveInput, Prepared

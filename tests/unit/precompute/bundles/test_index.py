@@ -7,6 +7,7 @@ import pytest
 
 from cache.errors import ConfigError, CorruptArtefact
 from cache.model.candidate_search import Searcher
+from cache.model.ranking import unit
 from cache.model.tower import Histories
 from precompute.bundles import agreement
 from precompute.bundles import index as indexes
@@ -132,9 +133,7 @@ def test_an_exact_pass_holds_a_tile_of_the_items_at_a_time(metric, monkeypatch):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    stored, queries = (
-        (indexes.unit(each) if metric == "cosine" else each) for each in (many, sample[:4])
-    )
+    stored, queries = ((unit(each) if metric == "cosine" else each) for each in (many, sample[:4]))
     expected = np.argsort(-(queries @ stored.T), axis=1, kind="stable")[:, :100]
     assert all(set(a) == set(b) for a, b in zip(found[:4], expected, strict=True))
     assert peak < 5 << 20

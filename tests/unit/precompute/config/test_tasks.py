@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.config.tasks import DagConfig
+from cache.config.timetable import DagConfig
 from cache.errors import ConfigError
 from precompute.config.settings import NightConfig
 

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.model.ranking import pack, score, unpack
+from cache.model.ranking import pack, score, unit, unpack
 from cache.topk.flat import Compared, lengths
-from precompute.bundles.index import unit
 from tests.devices import DEVICE
 
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")

@@ -10,7 +10,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache.format.ids import fingerprints
-from cache.format.manifest import Artefact, Producer, Table, TablePart
+from cache.format.manifest import Producer, Table, TablePart
+from cache.format.manifest_files import Artefact
 from cache.format.records.codec import encode_topk
 from cache.format.records.layout import NO_ITEM, Layout
 from cache.format.records.quantization import dequantize

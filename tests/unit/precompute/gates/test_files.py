@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache.errors import CorruptArtefact, StoreError
-from cache.format.manifest import Artefact
+from cache.format.manifest_files import Artefact
 from cache.store.artefacts import ArtefactStore, describe, generation_path
 from precompute.gates.rules.files import NOTES, files, in_threads
 

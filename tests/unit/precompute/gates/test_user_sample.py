@@ -12,7 +12,8 @@ import pytest
 from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
 from cache.format.ids import hash_ids
-from cache.format.manifest import Artefact, DirectoryPart, EntitySet
+from cache.format.manifest import DirectoryPart, EntitySet
+from cache.format.manifest_files import Artefact
 from precompute.gates.evidence.scan import FingerprintFile
 from precompute.gates.evidence.user_sample import STRATA, names_of, sample_users, seen_by
 from precompute.gates.rules import entities as entities_gate

@@ -11,12 +11,14 @@ import pytest
 
 from cache.errors import ConfigError, SourceError
 from cache.filters.attributes import ItemAttributes
+from cache.filters.changed_columns import BEYOND, TOO_LONG
 from cache.filters.expression import read_filter
 from cache.filters.masks import Passing, mask_of
-from cache.format.manifest import Artefact, Attribute, Manifest
+from cache.format.manifest import Manifest
+from cache.format.manifest_files import Artefact, Attribute
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.partitions.catalogue import open_items, write_catalogue
-from precompute.partitions.item_attributes import BEYOND, TOO_LONG, write_item_attributes
+from precompute.partitions.item_attributes import write_item_attributes
 from precompute.sources.unusable import NOT_FINITE, Unusable
 from precompute.sources.vocabulary import Vocabulary, as_strings
 

@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.format.manifest import Artefact, ItemFiles, Manifest
+from cache.format.manifest import Manifest
+from cache.format.manifest_files import Artefact, ItemFiles
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Release, done_path, intent_path
 from serving.dashboard.generation_history import GENERATIONS_MAX, GenerationHistory

@@ -13,7 +13,7 @@ from cache.events.event import Event
 from cache.events.position import Position
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
-from cache.format.manifest import EventsRead
+from cache.format.manifest_files import EventsRead
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
 from serving.generations.snapshot import Snapshot

@@ -12,13 +12,14 @@ from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
-from cache.format.manifest import FACET, EventsRead, NamedFilter, Producer, Table, TablePart
+from cache.format.manifest import FACET, NamedFilter, Producer, Table, TablePart
+from cache.format.manifest_files import EventsRead
 from cache.format.records.codec import encode_topk
 from cache.format.records.layout import Layout
 from cache.tiers.results import View
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import changed_facet, made_under_filter, plain_want
+from serving.lookup.entity import, made_under_filter, plain_want
 from serving.requests.models import RequestOptions
 from tests.unit.cache.filters.columns import attributes_of
 from tests.unit.serving.world import GENERATION, ITEMS, NO_FILE, SCORED_AT, World, ask, entity
@@ -105,13 +106,13 @@ async def test_a_facet_of_which_nothing_is_left_has_no_items(world: World) -> No
 def test_only_a_facet_of_what_changed_is_looked_at(world: World) -> None:
     snapshot = brands(world)
     facet, lists = (snapshot.manifest.tables[each] for each in ("brands", "user_topk"))
-    assert changed_facet(snapshot, facet) is None
+    assert snapshot.changed_facet(facet) is None
 
     other = changed(snapshot, ItemValue(2, "stock", False))
-    assert changed_facet(other, facet) is None
+    assert other.changed_facet(facet) is None
 
     own = changed(other, ItemValue(2, "brand", "best"))
-    assert changed_facet(own, facet) is not None and changed_facet(own, lists) is None
+    assert own.changed_facet(facet) is not None and own.changed_facet(lists) is None
 
 
 def test_a_list_made_under_a_filter_is_read_only_while_it_holds(world: World) -> None:

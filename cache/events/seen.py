@@ -9,7 +9,8 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.format.directory import Directory, map_file
-from cache.format.manifest import Manifest, SeenPart
+from cache.format.manifest import Manifest
+from cache.format.manifest_files import SeenPart
 
 
 class UserInput(NamedTuple):
