@@ -17,8 +17,8 @@ class EventsConfig:
     enabled: bool = False
     """True if events are taken in; generations made from then on hold what their users' lists were computed from."""
     durability: Durability = "any"
-    """Demand on Redis before an event is accepted: `always` has written it to disk, `everysec` does within a second, `any`
-    whatever that Redis' own settings say (the answer tells)."""
+    """Demand on Redis before an event is accepted: `always` has written it to disk, `everysec` does within a second,
+    `any` whatever that Redis' own settings say (the answer tells)."""
     stream_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """Bytes of Redis that accepted events may take; beyond it more are refused, 429 `events_full`, until a night has
     taken some over. Each worker of the service keeps about half of it in memory."""

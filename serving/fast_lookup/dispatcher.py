@@ -20,7 +20,7 @@ from serving.fast_lookup.ready_counts import SentReady
 from serving.fast_lookup.single import Singles
 from serving.fast_lookup.single_request import Get
 from serving.generations.served_set import Holding
-from serving.lookup.entity import, made_under_filter, plain_want
+from serving.lookup.entity import made_under_filter, plain_want
 from serving.lookup.service import LookupService
 from serving.metrics.fast_counters import GET_ROUTE
 from serving.requests import fast_parse

@@ -86,7 +86,7 @@ def test_a_user_alone_and_an_item_alone_tell_values() -> None:
         ({"item": None, "vector": [1.0]}, "invalid_field"),
         ({"item": None, "attributes": {}}, "invalid_field"),
         ({"item": None, "attributes": {"": 1}}, "invalid_field"),
-        ({"item": None, "attributes": {"a": None}}, "invalid_field"),
+        ({"item": None, "attributes": {"a": [None]}}, "invalid_field"),
         ({"item": None, "attributes": {"a": {"b": 1}}}, "invalid_field"),
         ({"item": None, "attributes": {"a": ["x", 1]}}, "invalid_field"),
         ({"item": None, "attributes": {"a": [["x"]]}}, "invalid_field"),
@@ -98,6 +98,10 @@ def test_a_user_alone_and_an_item_alone_tell_values() -> None:
 )  # fmt: skip
 def test_what_is_no_event_is_rejected_with_its_reason(changed: dict[str, Any], reason: str) -> None:
     assert reasons(WHOLE | changed) == [reason]
+
+
+def test_null_clears_an_attribute() -> None:
+    assert reasons(WHOLE | {"item": None, "attributes": {"a": None}}) == []
 
 
 def test_others_of_the_request_are_read_all_the_same() -> None:

@@ -19,7 +19,7 @@ from cache.format.records.layout import Layout
 from cache.tiers.results import View
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import, made_under_filter, plain_want
+from serving.lookup.entity import made_under_filter, plain_want
 from serving.requests.models import RequestOptions
 from tests.unit.cache.filters.columns import attributes_of
 from tests.unit.serving.world import GENERATION, ITEMS, NO_FILE, SCORED_AT, World, ask, entity
