@@ -52,8 +52,9 @@ LEFT_OUT = (
     "serving.explain.asking",
     "serving.explain.cli",
     "serving.dashboard.terminal",
+    "cache.topk._topk",
 )
-"""Programs and libraries for callers, which need extras of their own."""
+"""Programs and libraries for callers, which need extras of their own, and a library that is no module."""
 
 
 class Stand(ModuleType):

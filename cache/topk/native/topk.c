@@ -1,4 +1,4 @@
-/* The exact top-k of all items for many users; `precompute.native_topk` describes the arguments and checks them. */
+/* The exact top-k of all items for many users; `cache.topk.compiled` describes the arguments and checks them. */
 #include "block.h"
 
 #define BLOCK 256 /* users whose candidates are held at once */
