@@ -34,6 +34,8 @@ class UserEvents:
         self.size_bytes = 0
         self.last = 0
         """Number of the newest position that was taken in."""
+        self.since = 0
+        """Number of the position behind which every event is here, up to the last."""
         self.packed: dict[bytes, bytes] = {}
         """Events by user, for probes: with each event a user gets another object, and only then."""
 
@@ -79,7 +81,7 @@ class UserEvents:
 
     def drop_until(self, number: int, users: Iterable[bytes] | None = None) -> int:
         """Forgets events up to this position's number, of all or of some users; how many users have none left."""
-        gone = 0
+        gone, self.since = 0, max(self.since, number)
         for user in list(self.packed) if users is None else users:
             if (before := self.packed.get(user)) is None:
                 continue
@@ -100,7 +102,7 @@ class UserEvents:
         """Holds from now on what another one holds, which is given up with that; probes go on where they were."""
         self.packed.clear()
         self.packed.update(other.packed)
-        self.size_bytes, self.last = other.size_bytes, other.last
+        self.size_bytes, self.last, self.since = other.size_bytes, other.last, other.since
 
     def forget(self, user: bytes) -> None:
         """Forgets a user's events, for one who was erased."""

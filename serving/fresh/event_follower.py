@@ -177,7 +177,7 @@ class EventFollower:
         self._fall_behind()
         self._blocklist = blocklist
         aside = NewerEvents(UserEvents(), AttributeEvents())
-        aside.users.last = floor
+        aside.users.last = aside.users.since = floor
         while await self._read(client, aside, None) and aside.size_bytes < self._limit_bytes:
             pass
         self._newer.users.become(aside.users)

@@ -1,6 +1,7 @@
 """Newer events of users, as answers count them."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -16,16 +17,19 @@ from cache.format.manifest import Table
 from cache.model.input_preparation import LiveInput
 from serving.generations.snapshot import Snapshot
 
-_NUMBERS = struct.Struct("<IQ")
 NO_LIMIT = (1 << 64) - 1
 """Number that is above every position's."""
 
 
 class CountedEvents(NamedTuple):
-    """Newer events that an answer counts, the newest last; `digest` is that of all it is computed from."""
+    """Newer events that an answer counts, the newest last; `digest` is that of all it is computed from.
+
+    Unless it `is_whole` some may be missing, and nothing is computed from those that are known.
+    """
 
     input: EventInput
     digest: bytes
+    is_whole: bool = True
 
     @property
     def events(self) -> int:
@@ -96,7 +100,8 @@ class NewerEvents:
         source, digest = (None, b"") if sent is None or position >= 0 else sent
         values = self.values.of_user(raw, snapshot.events.until)
         counted = EventInput(position, events, source, values)
-        return CountedEvents(counted, _digest(raw, events[-1], digest))
+        is_whole = snapshot.events.until >= self.users.since
+        return CountedEvents(counted, _digest(raw, events, digest), is_whole)
 
 
 def iso_of(at: float) -> str:
@@ -105,5 +110,9 @@ def iso_of(at: float) -> str:
     return text.replace("+00:00", "Z")
 
 
-def _digest(raw: bytes, newest: UserEvent, sent: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(_NUMBERS.pack(len(raw), newest.number) + raw + sent)
+def _digest(raw: bytes, events: Sequence[UserEvent], sent: bytes) -> bytes:
+    # All of them: with the newest alone an answer that lacked some would be taken for the whole one.
+    numbers = struct.pack(
+        f"<II{len(events)}Q", len(raw), len(events), *[each.number for each in events]
+    )
+    return xxhash.xxh3_128_digest(numbers + raw + sent)

@@ -13,8 +13,8 @@ def count_newer(
 ) -> None:
     """Has cases count the events that their users have and the generation lacks, unless none are wanted.
 
-    Where that cannot be computed (no model, vectors that users brought along), they start settled for what the night
-    stored.
+    Where that cannot be computed (no model, vectors that users brought along, events that are yet to be read again),
+    they start settled for what the night stored.
     """
     if options.max_events == 0:
         return
@@ -28,7 +28,9 @@ def count_newer(
         counted = newer.counted(snapshot, case.table, raw, sent, as_of)
         if counted is None or snapshot.events is None:
             continue
-        is_computed = snapshot.events.computes(case.table, counted.input.position)
+        is_computed = counted.is_whole and snapshot.events.computes(
+            case.table, counted.input.position
+        )
         case.count(counted, is_settled=not is_computed)
         if snapshot.predictor is None:
             case.live_reason = "no_model"
