@@ -57,6 +57,8 @@ class AttributeEvents:
         self.size_bytes = 0
         self.last = 0
         """Number of the newest position that was looked at."""
+        self.since = 0
+        """Number of the position behind which every value is here, up to the last, but for what was refused."""
         self.newest_item = 0
         """Number of the newest position that set a value of an item."""
         self.refused = 0
@@ -124,13 +126,13 @@ class AttributeEvents:
         of_kind = self._items if kind == "item" else self._users
         return {raw: _newer(packed, 0) for raw, packed in of_kind.items()}
 
-    def drop_until(self, number: int) -> int:
-        """Forgets entities without a value behind this position; how many they were."""
-        gone = 0
+    def drop_until(self, number: int, most: int = sys.maxsize) -> int:
+        """Forgets entities without a value behind this position, `most` of them at a time; how many they were."""
+        gone, self.since = 0, max(self.since, number)
         for of_kind in (self._items, self._users):
-            old = []
+            old: list[bytes] = []
             for raw, packed in of_kind.items():
-                if _newest(packed) > number:
+                if _newest(packed) > number or gone + len(old) >= most:
                     break
                 old.append(raw)
             for raw in old:
@@ -143,6 +145,7 @@ class AttributeEvents:
         self._items, self._users = other._items, other._users
         self.size_bytes, self.last = other.size_bytes, other.last
         self.newest_item, self.refused = other.newest_item, other.refused
+        self.since = other.since
 
     def forget(self, kind: str, raw: bytes) -> None:
         """Forgets the values of an item or a user that was erased."""

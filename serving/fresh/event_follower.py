@@ -177,7 +177,7 @@ class EventFollower:
         self._fall_behind()
         self._blocklist = blocklist
         aside = NewerEvents(UserEvents(), AttributeEvents())
-        aside.users.last = aside.users.since = floor
+        aside.users.last = aside.users.since = aside.values.since = floor
         while await self._read(client, aside, None) and aside.size_bytes < self._limit_bytes:
             pass
         self._newer.users.become(aside.users)
@@ -190,8 +190,12 @@ class EventFollower:
         for start in range(0, len(users), _AT_ONCE):
             self._newer.users.drop_until(floor, users[start : start + _AT_ONCE])
             await asyncio.sleep(0)
-        self._newer.values.drop_until(floor)
+        more = True
+        while more:
+            more = self._newer.values.drop_until(floor, _AT_ONCE) == _AT_ONCE
+            await asyncio.sleep(0)
         self._newer.users.last = max(self._newer.users.last, floor)
+        self._newer.users.since = floor
         self._floor = floor
 
     def _fall_behind(self) -> None:

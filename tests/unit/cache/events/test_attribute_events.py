@@ -152,3 +152,12 @@ def test_values_survive_the_bytes_of_the_stream() -> None:
 
     assert orjson.loads(sent.to_bytes())["attributes"]["brand"] is None
     assert Event.from_bytes(sent.to_bytes()) == sent
+
+
+def test_old_ones_are_forgotten_some_at_a_time() -> None:
+    found = added([(kind, b"%d" % at, {"a": at}) for at in range(10) for kind in ("item", "user")])
+    newest = Position(16, 0).number
+
+    assert [found.drop_until(newest, 7) for _ in range(4)] == [7, 7, 2, 0]
+
+    assert len(found) == 4 and found.since == newest
