@@ -147,6 +147,22 @@ class AttributeEvents:
         self.newest_item, self.refused = other.newest_item, other.refused
         self.since = other.since
 
+    def put_before(self, other: "AttributeEvents") -> None:
+        """Adds what another one holds of earlier positions: of an attribute that has a value here, this one counts."""
+        for held, earlier in ((self._items, other._items), (self._users, other._users)):
+            if not earlier:
+                continue
+            for raw, packed in earlier.items():
+                newer = held.get(raw)
+                held[raw] = packed if newer is None else _merged(packed, newer)
+                grown = len(raw) + _ENTITY_BYTES if newer is None else -len(newer)
+                self.size_bytes += len(held[raw]) + grown
+            ordered = sorted(held.items(), key=lambda each: _newest(each[1]))
+            held.clear()
+            held.update(ordered)
+        self.newest_item = max(self.newest_item, other.newest_item)
+        self.refused = max(self.refused, other.refused)
+
     def forget(self, kind: str, raw: bytes) -> None:
         """Forgets the values of an item or a user that was erased."""
         self._forget(self._items if kind == "item" else self._users, raw)
@@ -170,6 +186,11 @@ def _with(packed: bytes | None, attributes: Mapping[str, Any], number: int) -> b
     told = {} if packed is None else _values(packed)
     told |= {name: [number, value] for name, value in attributes.items()}
     return _NEWEST.pack(number) + orjson.dumps(told, option=orjson.OPT_SORT_KEYS)
+
+
+def _merged(earlier: bytes, newer: bytes) -> bytes:
+    told = _values(earlier) | _values(newer)
+    return newer[: _NEWEST.size] + orjson.dumps(told, option=orjson.OPT_SORT_KEYS)
 
 
 def _newer(packed: bytes, number: int) -> dict[str, Any]:

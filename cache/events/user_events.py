@@ -100,9 +100,19 @@ class UserEvents:
 
     def become(self, other: "UserEvents") -> None:
         """Holds from now on what another one holds, which is given up with that; probes go on where they were."""
+        before = dict(self.packed)
         self.packed.clear()
-        self.packed.update(other.packed)
+        for user, packed in other.packed.items():
+            held = before.get(user)
+            self.packed[user] = held if held is not None and held == packed else packed
         self.size_bytes, self.last, self.since = other.size_bytes, other.last, other.since
+
+    def put_before(self, other: "UserEvents", users: Iterable[bytes]) -> None:
+        """Puts what another one holds of these users before their events here, which are all newer."""
+        for user in users:
+            earlier, held = other.packed[user], self.packed.get(user)
+            self.packed[user] = earlier if held is None else earlier + held
+            self.size_bytes += len(earlier) + (_USER_BYTES + len(user) if held is None else 0)
 
     def forget(self, user: bytes) -> None:
         """Forgets a user's events, for one who was erased."""
