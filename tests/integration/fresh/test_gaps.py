@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from serving import namespace
+from serving.fresh.event_follower import EventFollower
 from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list, until_counted
 from tests.integration.nights import prepare
 from tests.integration.serving_app import Running, serving
@@ -80,3 +82,17 @@ async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(
     assert len(digests) == 3 and [each["source"] for each in answers] == ["live"] * 3
     wanted = asked.world.expected(asked.generation, [user])[user]
     assert same_list(answers[0], *wanted)
+
+
+async def test_as_many_bytes_are_held_as_the_stream_may_have(
+    published: tuple[EventWorld, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: list[int] = []
+
+    def recorded(*args: Any, limit_bytes: int) -> EventFollower:
+        bounds.append(limit_bytes)
+        return EventFollower(*args, limit_bytes=limit_bytes)
+
+    monkeypatch.setattr(namespace, "EventFollower", recorded)
+    async with serving(published[0].config, events=EVENTS):
+        assert bounds == [EVENTS.stream_bytes]
