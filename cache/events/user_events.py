@@ -75,6 +75,10 @@ class UserEvents:
             packed is not None and _TAIL.unpack_from(packed, len(packed) - _TAIL.size)[1] > number
         )
 
+    def has_newer_item(self, user: bytes, number: int) -> bool:
+        """True if one of the user's events behind this position's number is of an item."""
+        return any(each.item for each in self._backwards(user, number))
+
     def newer(self, user: bytes, number: int) -> list[UserEvent]:
         """Events of the user behind this position's number, in the order of their positions."""
         return list(self._backwards(user, number))[::-1]

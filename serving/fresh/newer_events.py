@@ -12,6 +12,7 @@ from cache.events.attribute_events import AttributeEvents
 from cache.events.event_predictor import EventInput
 from cache.events.position import Position
 from cache.events.user_events import UserEvent, UserEvents
+from cache.events.user_features import takes_any
 from cache.format.ids import hash_id
 from cache.format.manifest import Table
 from cache.model.input_preparation import LiveInput
@@ -71,9 +72,13 @@ class NewerEvents:
     def changes(self, snapshot: Snapshot, table: Table, raw: bytes) -> bool:
         """True if the user has events that the generation lacks, and that change the answers of this table."""
         events = snapshot.events
-        if events is None or table.name not in events.tables:
+        if events is None or (features := events.tables.get(table.name)) is None:
             return False
-        return self.users.has_newer(raw, events.until)
+        if not self.users.has_newer(raw, events.until):
+            return False
+        return self.users.has_newer_item(raw, events.until) or takes_any(
+            self.values.of_user(raw, events.until), features
+        )
 
     def counted(
         self,
@@ -92,13 +97,16 @@ class NewerEvents:
         if snapshot.events is None or snapshot.blocks(table, raw):
             return None
         found = self.users.newer(raw, snapshot.events.until)
-        events = tuple([each for each in found if each.number <= as_of])
+        values = self.values.of_user(raw, snapshot.events.until)
+        is_of_values = takes_any(values, snapshot.events.tables[table.name])
+        events = tuple(
+            [each for each in found if each.number <= as_of and (each.item or is_of_values)]
+        )
         if not events:
             return None
         directory = snapshot.directories["user"]
         position = directory.find(hash_id(raw, directory.seed))
         source, digest = (None, b"") if sent is None or position >= 0 else sent
-        values = self.values.of_user(raw, snapshot.events.until)
         counted = EventInput(position, events, source, values)
         is_whole = snapshot.events.until >= self.users.since
         return CountedEvents(counted, _digest(raw, events, digest), is_whole)

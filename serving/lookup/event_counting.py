@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from serving.fresh.newer_events import NO_LIMIT, NewerEvents
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case
+from serving.lookup.entity import Case, YieldPacer
 from serving.requests.models import RequestOptions
 
 
-def count_newer(
+async def count_newer(
     newer: NewerEvents, snapshot: Snapshot, cases: Sequence[Case], options: RequestOptions
 ) -> None:
     """Has cases count the events that their users have and the generation lacks, unless none are wanted.
@@ -18,12 +18,13 @@ def count_newer(
     """
     if options.max_events == 0:
         return
-    packed = newer.packed
+    packed, pace = newer.packed, YieldPacer()
     as_of = NO_LIMIT if options.as_of is None else options.as_of
     for case in cases:
         raw = case.entity.raw
         if raw is None or raw not in packed or case.counted is not None:
             continue
+        await pace.step(case.entity)
         sent = (case.source, case.digest) if case.entity.has_input else None
         counted = newer.counted(snapshot, case.table, raw, sent, as_of)
         if counted is None or snapshot.events is None:

@@ -129,7 +129,7 @@ class Inferences:
         def work() -> asyncio.Future[Computed]:
             job = Job(
                 snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline, may_reuse=may_reuse,
-                newer=case.counted and case.counted.input,
+                newer=None if case.is_settled else case.counted and case.counted.input,
             )  # fmt: skip
             self._jobs[key] = job
             # As it is now: a case that settles for less wants something else.
