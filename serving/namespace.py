@@ -111,7 +111,7 @@ class HeldNamespace:
                 limit_bytes=config.events.stream_bytes,
             )  # fmt: skip
             refresher.along(events.run)
-            metrics.registry.register(EventMetrics(ladder.newer.users, events.lag_s))
+            metrics.registry.register(EventMetrics(ladder.newer, events.lag_s))
         return cls(keyed, store, clock, sketch, shelf, follower, trial, refresher)
 
 

@@ -63,6 +63,8 @@ class AttributeEvents:
         """Number of the newest position that set a value of an item."""
         self.refused = 0
         """Number of the newest position whose values were not taken in; 0: none."""
+        self.refusals = 0
+        """Number of events whose values were not taken in."""
         self._bytes_max = bytes_max
         # Each in the order of the newest positions, newest last.
         self._items: dict[bytes, bytes] = {}
@@ -87,7 +89,7 @@ class AttributeEvents:
         more = len(packed) - len(before) if before else len(packed) + len(raw) + _ENTITY_BYTES
         is_over = more > 0 and self.size_bytes + more > self._bytes_max
         if is_over or len(_values(packed)) > VALUES_MAX:
-            self.refused = number
+            self.refused, self.refusals = number, self.refusals + 1
             return True
         of_kind.pop(raw, None)
         of_kind[raw] = packed
@@ -145,7 +147,7 @@ class AttributeEvents:
         self._items, self._users = other._items, other._users
         self.size_bytes, self.last = other.size_bytes, other.last
         self.newest_item, self.refused = other.newest_item, other.refused
-        self.since = other.since
+        self.since, self.refusals = other.since, self.refusals + other.refusals
 
     def put_before(self, other: "AttributeEvents") -> None:
         """Adds what another one holds of earlier positions: of an attribute that has a value here, this one counts."""
@@ -162,6 +164,7 @@ class AttributeEvents:
             held.update(ordered)
         self.newest_item = max(self.newest_item, other.newest_item)
         self.refused = max(self.refused, other.refused)
+        self.refusals += other.refusals
 
     def forget(self, kind: str, raw: bytes) -> None:
         """Forgets the values of an item or a user that was erased."""

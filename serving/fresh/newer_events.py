@@ -25,12 +25,15 @@ NO_LIMIT = (1 << 64) - 1
 class CountedEvents(NamedTuple):
     """Newer events that an answer counts, the newest last; `digest` is that of all it is computed from.
 
-    Unless it `is_whole` some may be missing, and nothing is computed from those that are known.
+    Unless it `is_whole` some may be missing, and nothing is computed from those that are known. What `is_past` is
+    of an earlier position that was asked for: computed, and not kept; `is_approximate` if attributes are newer than it.
     """
 
     input: EventInput
     digest: bytes
     is_whole: bool = True
+    is_past: bool = False
+    is_approximate: bool = False
 
     @property
     def events(self) -> int:
@@ -109,7 +112,11 @@ class NewerEvents:
         source, digest = (None, b"") if sent is None or position >= 0 else sent
         counted = EventInput(position, events, source, values)
         is_whole = snapshot.events.until >= self.users.since
-        return CountedEvents(counted, _digest(raw, events, digest), is_whole)
+        is_past = as_of < NO_LIMIT
+        is_approximate = is_of_values and self.values.newest_of_user(raw) > as_of
+        return CountedEvents(
+            counted, _digest(raw, events, digest), is_whole, is_past, is_approximate
+        )
 
 
 def iso_of(at: float) -> str:

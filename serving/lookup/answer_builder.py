@@ -218,7 +218,8 @@ class Reply:
             dropped = case.history_in(snapshot).dropped if by_live is None else by_live
         if (counted := case.counted) is not None:
             self._metrics.changed.answers[table] += 1
-            told = {"approximate": True, **told} if not _counts(case, source) else told
+            if counted.is_approximate or not _counts(case, source):
+                told = {"approximate": True, **told}
             if case.reason in NOWHERE and not case.is_settled:
                 case.reason = MissReason.NEWER_EVENTS
         # A caller need not know that the unknown was remembered, or not looked up.

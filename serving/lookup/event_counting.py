@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from cache.tiers.results import MissReason
 from serving.fresh.newer_events import NO_LIMIT, NewerEvents
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case, YieldPacer
@@ -33,5 +34,7 @@ async def count_newer(
             case.table, counted.input.position
         )
         case.count(counted, is_settled=not is_computed)
+        if counted.is_past and is_computed:
+            case.reason = MissReason.NEWER_EVENTS  # never one that is stored
         if snapshot.predictor is None:
             case.live_reason = "no_model"

@@ -96,3 +96,19 @@ async def test_as_many_bytes_are_held_as_the_stream_may_have(
     monkeypatch.setattr(namespace, "EventFollower", recorded)
     async with serving(published[0].config, events=EVENTS):
         assert bounds == [EVENTS.stream_bytes]
+
+
+async def test_what_is_asked_as_of_then_is_computed_and_not_kept(asked: Asked) -> None:
+    user = asked.world.known[2]
+    await asked.clicks(user, *asked.world.items[:2])
+    then, now = (str(each) for each, _ in asked.world.accepted[-2:])
+
+    answers = [await asked.one(user, as_of=then) for _ in range(3)]
+    newest = [await asked.one(user, as_of=now) for _ in range(2)]
+    plain = [await asked.one(user) for _ in range(2)]
+
+    assert [each["source"] for each in answers + newest] == ["live"] * 5
+    assert {each["events"] for each in answers} == {1} and "approximate" not in answers[0]
+    assert [each["source"] for each in plain] == ["live", "l1"]  # nobody had left it there
+    assert newest[0]["items"] == plain[0]["items"]
+    assert (await asked.one(user, as_of=now))["source"] == "live"  # nor is it taken from there

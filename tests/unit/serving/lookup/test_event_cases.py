@@ -75,6 +75,27 @@ def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: Wo
     assert [each and each.events for each in counts.values()] == [1, 2]
 
 
+def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
+    world: World,
+) -> None:
+    newer = world.ladder.newer
+    home = InputSpec("home", "feature", "int64", column="country")
+    taken, plain = with_events(world, home), with_events(world)
+    table = taken.manifest.tables["user_topk"]
+    clicks(world, "u1", "i3")
+    event = Event("e2", 0, b"u1", attributes={"country": "nl"})
+    newer.users.add(Position(2, 0), event)
+    newer.values.add(Position(2, 0), event)
+
+    then, now = (newer.counted(taken, table, b"u1", as_of=Position(at, 0).number) for at in (1, 2))
+    other = newer.counted(plain, table, b"u1", as_of=Position(1, 0).number)
+
+    assert then is not None and now is not None and other is not None
+    assert (then.is_past, then.is_approximate, then.events) == (True, True, 1)
+    assert (now.is_past, now.is_approximate, now.events) == (True, False, 2)
+    assert (other.is_past, other.is_approximate) == (True, False)
+
+
 async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: World) -> None:
     snapshot = world.snapshot()
     (case,) = await cases_of(snapshot, ask(entity("u1")))
