@@ -1,6 +1,7 @@
 """The running service put together: what answers, what it answers from, and what keeps watch over both."""
 
 import contextlib
+import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator
@@ -37,6 +38,8 @@ from serving.replica.night_metrics import Figures
 from serving.replica.redis_memory import Room
 from serving.replica.release_watch import ReleaseWatch
 from serving.usage.l1_advisor import Advisor
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
@@ -103,8 +106,14 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         reshaped=FilteredLookup(ladder, filters).lookup,
     )  # fmt: skip
 
+    warned: set[str] = set()
+
     def open_arm(namespace: str) -> ServedArm:
-        of = replace(config, namespace=namespace)
+        if config.events.enabled and namespace not in warned:
+            warned.add(namespace)
+            log.warning("events are not counted in answers of the arm in namespace %s", namespace)
+        # Events are taken into the own namespace alone, and positions there mean nothing to an arm's nights.
+        of = replace(config, namespace=namespace, events=replace(config.events, enabled=False))
         parts = answering.of_namespace(of, name)
         # Its own registry, which nobody scrapes: gauges of what is followed are of the own namespace.
         held = hold(of, name, parts, metrics=Metrics())

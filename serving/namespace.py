@@ -108,10 +108,10 @@ class HeldNamespace:
         if config.events.enabled:
             events = EventFollower(
                 config.events_redis, control.keyspace, ladder.newer, shelf, partial(follower.note, "events"),
-                limit_bytes=config.events.stream_bytes // 2,
+                limit_bytes=config.events.stream_bytes,
             )  # fmt: skip
             refresher.along(events.run)
-            metrics.registry.register(EventMetrics(ladder.newer.users, events.lag_s))
+            metrics.registry.register(EventMetrics(ladder.newer, events.lag_s))
         return cls(keyed, store, clock, sketch, shelf, follower, trial, refresher)
 
 

@@ -21,7 +21,7 @@ class EventsConfig:
     `any` whatever that Redis' own settings say (the answer tells)."""
     stream_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """Bytes of Redis that accepted events may take; beyond it more are refused, 429 `events_full`, until a night has
-    taken some over. Each worker of the service keeps about half of it in memory."""
+    taken some over. Each worker of the service keeps up to as many bytes of them in memory."""
     keep_s: PositiveFloat = 172_800.0
     """Seconds for which an event's id makes a repetition none, and for which events that a night has are kept."""
     of_one: Count = 1_000

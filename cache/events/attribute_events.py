@@ -57,10 +57,14 @@ class AttributeEvents:
         self.size_bytes = 0
         self.last = 0
         """Number of the newest position that was looked at."""
+        self.since = 0
+        """Number of the position behind which every value is here, up to the last, but for what was refused."""
         self.newest_item = 0
         """Number of the newest position that set a value of an item."""
         self.refused = 0
         """Number of the newest position whose values were not taken in; 0: none."""
+        self.refusals = 0
+        """Number of events whose values were not taken in."""
         self._bytes_max = bytes_max
         # Each in the order of the newest positions, newest last.
         self._items: dict[bytes, bytes] = {}
@@ -85,7 +89,7 @@ class AttributeEvents:
         more = len(packed) - len(before) if before else len(packed) + len(raw) + _ENTITY_BYTES
         is_over = more > 0 and self.size_bytes + more > self._bytes_max
         if is_over or len(_values(packed)) > VALUES_MAX:
-            self.refused = number
+            self.refused, self.refusals = number, self.refusals + 1
             return True
         of_kind.pop(raw, None)
         of_kind[raw] = packed
@@ -124,13 +128,13 @@ class AttributeEvents:
         of_kind = self._items if kind == "item" else self._users
         return {raw: _newer(packed, 0) for raw, packed in of_kind.items()}
 
-    def drop_until(self, number: int) -> int:
-        """Forgets entities without a value behind this position; how many they were."""
-        gone = 0
+    def drop_until(self, number: int, most: int = sys.maxsize) -> int:
+        """Forgets entities without a value behind this position, `most` of them at a time; how many they were."""
+        gone, self.since = 0, max(self.since, number)
         for of_kind in (self._items, self._users):
-            old = []
+            old: list[bytes] = []
             for raw, packed in of_kind.items():
-                if _newest(packed) > number:
+                if _newest(packed) > number or gone + len(old) >= most:
                     break
                 old.append(raw)
             for raw in old:
@@ -143,6 +147,24 @@ class AttributeEvents:
         self._items, self._users = other._items, other._users
         self.size_bytes, self.last = other.size_bytes, other.last
         self.newest_item, self.refused = other.newest_item, other.refused
+        self.since, self.refusals = other.since, self.refusals + other.refusals
+
+    def put_before(self, other: "AttributeEvents") -> None:
+        """Adds what another one holds of earlier positions: of an attribute that has a value here, this one counts."""
+        for held, earlier in ((self._items, other._items), (self._users, other._users)):
+            if not earlier:
+                continue
+            for raw, packed in earlier.items():
+                newer = held.get(raw)
+                held[raw] = packed if newer is None else _merged(packed, newer)
+                grown = len(raw) + _ENTITY_BYTES if newer is None else -len(newer)
+                self.size_bytes += len(held[raw]) + grown
+            ordered = sorted(held.items(), key=lambda each: _newest(each[1]))
+            held.clear()
+            held.update(ordered)
+        self.newest_item = max(self.newest_item, other.newest_item)
+        self.refused = max(self.refused, other.refused)
+        self.refusals += other.refusals
 
     def forget(self, kind: str, raw: bytes) -> None:
         """Forgets the values of an item or a user that was erased."""
@@ -167,6 +189,11 @@ def _with(packed: bytes | None, attributes: Mapping[str, Any], number: int) -> b
     told = {} if packed is None else _values(packed)
     told |= {name: [number, value] for name, value in attributes.items()}
     return _NEWEST.pack(number) + orjson.dumps(told, option=orjson.OPT_SORT_KEYS)
+
+
+def _merged(earlier: bytes, newer: bytes) -> bytes:
+    told = _values(earlier) | _values(newer)
+    return newer[: _NEWEST.size] + orjson.dumps(told, option=orjson.OPT_SORT_KEYS)
 
 
 def _newer(packed: bytes, number: int) -> dict[str, Any]:

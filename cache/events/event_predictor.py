@@ -27,7 +27,7 @@ from cache.model.input_preparation import Prepared, latest_of_each
 from cache.model.predictor import LiveInput, Predictor
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
-from cache.model.tower_spec import TowerSpec
+from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.topk.topk import Scorer
 
 _LONG_AGO_US = -(1 << 62)
@@ -170,13 +170,14 @@ class EventPredictor:
         return UserInput(known, np.full(len(known), _LONG_AGO_US), dict(sent.features or {}))
 
 
-def tables_changed(manifest: Manifest) -> frozenset[str]:
-    """Tables of users whose answers a newer event changes: lists, and what comes from a history or from features.
+def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
+    """Tables of users whose answers a newer event changes, with the features that their models take.
 
+    These are lists, and what comes from a history or from features.
     Where users brought their vectors along, these stay as they are.
     """
     is_given = has_given_vectors(manifest)
-    found = []
+    found = {}
     for name, table in manifest.tables.items():
         model = manifest.models.get(str(table.producer.model))
         if table.entity != "user" or model is None:
@@ -184,8 +185,8 @@ def tables_changed(manifest: Manifest) -> frozenset[str]:
         spec = TowerSpec.from_json(model.spec)
         is_changed = spec.history is not None or bool(spec.features)
         if table.kind == "topk" or (is_changed and not (is_given and table.kind == "vector")):
-            found.append(name)
-    return frozenset(found)
+            found[name] = tuple(spec.features)
+    return found
 
 
 def has_given_vectors(manifest: Manifest) -> bool:
@@ -197,12 +198,13 @@ def has_given_vectors(manifest: Manifest) -> bool:
 class GenerationEvents:
     """Events as a generation has them: all up to `until` (a position's number); tables whose answers others change.
 
+    Of each table it tells the features that its model takes: attributes that a user's events set change no other's.
     `predictor` is None without a working model. Where users may have brought their vectors along (`has_given`), lists
     of those whom the night knew are not computed.
     """
 
     until: int
-    tables: frozenset[str]
+    tables: Mapping[str, Sequence[InputSpec]]
     has_given: bool = False
     predictor: EventPredictor | None = None
 

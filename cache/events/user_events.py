@@ -34,6 +34,8 @@ class UserEvents:
         self.size_bytes = 0
         self.last = 0
         """Number of the newest position that was taken in."""
+        self.since = 0
+        """Number of the position behind which every event is here, up to the last."""
         self.packed: dict[bytes, bytes] = {}
         """Events by user, for probes: with each event a user gets another object, and only then."""
 
@@ -73,13 +75,17 @@ class UserEvents:
             packed is not None and _TAIL.unpack_from(packed, len(packed) - _TAIL.size)[1] > number
         )
 
+    def has_newer_item(self, user: bytes, number: int) -> bool:
+        """True if one of the user's events behind this position's number is of an item."""
+        return any(each.item for each in self._backwards(user, number))
+
     def newer(self, user: bytes, number: int) -> list[UserEvent]:
         """Events of the user behind this position's number, in the order of their positions."""
         return list(self._backwards(user, number))[::-1]
 
     def drop_until(self, number: int, users: Iterable[bytes] | None = None) -> int:
         """Forgets events up to this position's number, of all or of some users; how many users have none left."""
-        gone = 0
+        gone, self.since = 0, max(self.since, number)
         for user in list(self.packed) if users is None else users:
             if (before := self.packed.get(user)) is None:
                 continue
@@ -98,9 +104,19 @@ class UserEvents:
 
     def become(self, other: "UserEvents") -> None:
         """Holds from now on what another one holds, which is given up with that; probes go on where they were."""
+        before = dict(self.packed)
         self.packed.clear()
-        self.packed.update(other.packed)
-        self.size_bytes, self.last = other.size_bytes, other.last
+        for user, packed in other.packed.items():
+            held = before.get(user)
+            self.packed[user] = held if held is not None and held == packed else packed
+        self.size_bytes, self.last, self.since = other.size_bytes, other.last, other.since
+
+    def put_before(self, other: "UserEvents", users: Iterable[bytes]) -> None:
+        """Puts what another one holds of these users before their events here, which are all newer."""
+        for user in users:
+            earlier, held = other.packed[user], self.packed.get(user)
+            self.packed[user] = earlier if held is None else earlier + held
+            self.size_bytes += len(earlier) + (_USER_BYTES + len(user) if held is None else 0)
 
     def forget(self, user: bytes) -> None:
         """Forgets a user's events, for one who was erased."""

@@ -81,7 +81,7 @@ class Explainer:
     async def _told(self, holding: Holding, ask: Ask) -> dict[str, Any]:
         snapshot = holding.live
         (case,) = await cases_of(snapshot, ask)
-        count_newer(self._newer, snapshot, [case], ask.options)
+        await count_newer(self._newer, snapshot, [case], ask.options)
         passing = await self._filters.passing(snapshot, ask.options.filter)
         reranker = await self._filters.reranker(snapshot, ask.options.rerank)
         table, want, raw, asked = case.table, case.of_the_night, case.entity.raw, case.want

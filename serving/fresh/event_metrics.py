@@ -2,24 +2,30 @@
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cache.events.user_events import UserEvents
+from serving.fresh.newer_events import NewerEvents
 
 
 class EventMetrics(Collector):
     """Collector of what is followed."""
 
-    def __init__(self, users: UserEvents, lag_s: Callable[[], float]) -> None:
-        self._users = users
+    def __init__(self, newer: NewerEvents, lag_s: Callable[[], float]) -> None:
+        self._newer = newer
         self._lag_s = lag_s
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         """Metric families."""
+        users, values = self._newer.users, self._newer.values
         for name, text, value in (
             ("lag_seconds", "Since everything was counted that had been accepted", self._lag_s()),
-            ("users", "Users with events in memory", len(self._users)),
-            ("held_bytes", "Bytes of events in memory", self._users.size_bytes),
+            ("users", "Users with events in memory", len(users)),
+            ("held_bytes", "Bytes of events in memory", users.size_bytes),
         ):
             yield GaugeMetricFamily(f"larder_events_{name}", text, value)
+        yield CounterMetricFamily(
+            "larder_event_values_refused",
+            "Events whose values were not taken in: their item or user has too many attributes",
+            values.refusals,
+        )

@@ -1,6 +1,7 @@
 """Newer events of users, as answers count them."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -11,21 +12,28 @@ from cache.events.attribute_events import AttributeEvents
 from cache.events.event_predictor import EventInput
 from cache.events.position import Position
 from cache.events.user_events import UserEvent, UserEvents
+from cache.events.user_features import takes_any
 from cache.format.ids import hash_id
 from cache.format.manifest import Table
 from cache.model.input_preparation import LiveInput
 from serving.generations.snapshot import Snapshot
 
-_NUMBERS = struct.Struct("<IQ")
 NO_LIMIT = (1 << 64) - 1
 """Number that is above every position's."""
 
 
 class CountedEvents(NamedTuple):
-    """Newer events that an answer counts, the newest last; `digest` is that of all it is computed from."""
+    """Newer events that an answer counts, the newest last; `digest` is that of all it is computed from.
+
+    Unless it `is_whole` some may be missing, and nothing is computed from those that are known. What `is_past` is
+    of an earlier position that was asked for: computed, and not kept; `is_approximate` if attributes are newer than it.
+    """
 
     input: EventInput
     digest: bytes
+    is_whole: bool = True
+    is_past: bool = False
+    is_approximate: bool = False
 
     @property
     def events(self) -> int:
@@ -67,9 +75,13 @@ class NewerEvents:
     def changes(self, snapshot: Snapshot, table: Table, raw: bytes) -> bool:
         """True if the user has events that the generation lacks, and that change the answers of this table."""
         events = snapshot.events
-        if events is None or table.name not in events.tables:
+        if events is None or (features := events.tables.get(table.name)) is None:
             return False
-        return self.users.has_newer(raw, events.until)
+        if not self.users.has_newer(raw, events.until):
+            return False
+        return self.users.has_newer_item(raw, events.until) or takes_any(
+            self.values.of_user(raw, events.until), features
+        )
 
     def counted(
         self,
@@ -88,15 +100,23 @@ class NewerEvents:
         if snapshot.events is None or snapshot.blocks(table, raw):
             return None
         found = self.users.newer(raw, snapshot.events.until)
-        events = tuple([each for each in found if each.number <= as_of])
+        values = self.values.of_user(raw, snapshot.events.until)
+        is_of_values = takes_any(values, snapshot.events.tables[table.name])
+        events = tuple(
+            [each for each in found if each.number <= as_of and (each.item or is_of_values)]
+        )
         if not events:
             return None
         directory = snapshot.directories["user"]
         position = directory.find(hash_id(raw, directory.seed))
         source, digest = (None, b"") if sent is None or position >= 0 else sent
-        values = self.values.of_user(raw, snapshot.events.until)
         counted = EventInput(position, events, source, values)
-        return CountedEvents(counted, _digest(raw, events[-1], digest))
+        is_whole = snapshot.events.until >= self.users.since
+        is_past = as_of < NO_LIMIT
+        is_approximate = is_of_values and self.values.newest_of_user(raw) > as_of
+        return CountedEvents(
+            counted, _digest(raw, events, digest), is_whole, is_past, is_approximate
+        )
 
 
 def iso_of(at: float) -> str:
@@ -105,5 +125,9 @@ def iso_of(at: float) -> str:
     return text.replace("+00:00", "Z")
 
 
-def _digest(raw: bytes, newest: UserEvent, sent: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(_NUMBERS.pack(len(raw), newest.number) + raw + sent)
+def _digest(raw: bytes, events: Sequence[UserEvent], sent: bytes) -> bytes:
+    # All of them: with the newest alone an answer that lacked some would be taken for the whole one.
+    numbers = struct.pack(
+        f"<II{len(events)}Q", len(raw), len(events), *[each.number for each in events]
+    )
+    return xxhash.xxh3_128_digest(numbers + raw + sent)

@@ -222,8 +222,10 @@ class Shelf:
         return await asyncio.to_thread(self._taking((snapshot,)).into, snapshot)
 
     def _is_behind(self, snapshot: Snapshot) -> bool:
-        is_filtered = snapshot.filtering is not None
-        return is_filtered and self.attributes.newest_item > snapshot.values_until
+        """True if it lacks values that are here; not while others that it lacks are yet to be read again."""
+        if snapshot.filtering is None or snapshot.values_until < self.attributes.since:
+            return False
+        return self.attributes.newest_item > snapshot.values_until
 
 
 class _Taking:

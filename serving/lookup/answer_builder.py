@@ -140,7 +140,7 @@ class Reply:
             if passing is not None and is_cut(prediction, record, table):
                 case.reason = MissReason.FILTERED
                 producer = "live" if record.live else "batch"
-                case.partial = Partial(prediction, snapshot, source, producer, passing)
+                case.partial = Partial(prediction, snapshot, source, producer, passing, record.told)
                 return
             # What a re-ranking leaves out, no other list of the same items would have more of.
             wanted = least if reranker is None else 1
@@ -172,10 +172,10 @@ class Reply:
             self.default(case, snapshot, turn)
             return
         # Of the generation that the list is of, which may be the previous one: what its users had is not known here.
-        prediction, of, source, producer, passing = case.partial
+        prediction, of, source, producer, passing, told = case.partial
         gone = left_out(case, of, turn) if of is snapshot else np.empty(0, np.int64)
         prediction["short"] = _is_short(passing, gone, case.k)
-        self._finish(case, prediction, of, source, producer, turn, {})
+        self._finish(case, prediction, of, source, producer, turn, told)
 
     def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         """Answers with what holds for everybody."""
@@ -218,7 +218,8 @@ class Reply:
             dropped = case.history_in(snapshot).dropped if by_live is None else by_live
         if (counted := case.counted) is not None:
             self._metrics.changed.answers[table] += 1
-            told = {"approximate": True, **told} if not _counts(case, source) else told
+            if counted.is_approximate or not _counts(case, source):
+                told = {"approximate": True, **told}
             if case.reason in NOWHERE and not case.is_settled:
                 case.reason = MissReason.NEWER_EVENTS
         # A caller need not know that the unknown was remembered, or not looked up.

@@ -1,7 +1,7 @@
 """Entity on its way down the ladder: what is wanted, from what it could be computed, what came of it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +54,8 @@ class Partial(NamedTuple):
     source: Source
     producer: str
     passing: Passing
+    told: Mapping[str, bool]
+    """Fields that are true of the list."""
 
 
 @dataclass(slots=True, eq=False)

@@ -55,6 +55,7 @@ class Wanted(NamedTuple):
     want: Want
     digest: bytes
     stands_in: bool
+    is_kept: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -129,11 +130,12 @@ class Inferences:
         def work() -> asyncio.Future[Computed]:
             job = Job(
                 snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline, may_reuse=may_reuse,
-                newer=case.counted and case.counted.input,
+                newer=None if case.is_settled else case.counted and case.counted.input,
             )  # fmt: skip
             self._jobs[key] = job
             # As it is now: a case that settles for less wants something else.
-            asked = Wanted(want, case.digest, case.reason in STANDS_IN)
+            is_kept = case.counted is None or not case.counted.is_past
+            asked = Wanted(want, case.digest, case.reason in STANDS_IN, is_kept)
             if lead is None or not is_led:
                 computing = self._infer(job, asked)
             else:
@@ -159,7 +161,11 @@ class Inferences:
         unknown, outage = asked.want.position < 0, asked.stands_in
 
         def keep(done: asyncio.Future[Computed]) -> None:
-            if not (unknown or outage) or done.cancelled() or done.exception() is not None:
+            if (
+                not (asked.is_kept and (unknown or outage))
+                or done.cancelled()
+                or done.exception() is not None
+            ):
                 return
             computed = done.result()
             if computed.near is None:

@@ -113,7 +113,7 @@ class Ladder:
         )
         try:
             if self.newer.packed:
-                count_newer(self.newer, live, cases, turn.options)
+                await count_newer(self.newer, live, cases, turn.options)
             for rung in self._rungs:
                 if waiting := still_open(cases):
                     await rung(holding, waiting, turn)

@@ -1,74 +1,16 @@
 """The follower of the stream, step by step over a real Redis."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import redis
 from redis.exceptions import RedisError
 
-from cache.events.accept import SCRIPT, StreamBounds, call_of, outcomes, packed
 from cache.events.event import Event
-from cache.events.position import BEGINNING, Position
+from cache.events.position import BEGINNING
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
-from serving.fresh.event_follower import BEHIND, EventFollower
-from serving.fresh.newer_events import NewerEvents
-
-BOUNDS = StreamBounds(256 << 20, 86_400_000, 100_000)
-
-
-@dataclass
-class Stream:
-    """A stream, a follower of it, and the generations held, by the positions that they were made at."""
-
-    server: RedisServer
-    keyspace: Keyspace
-    limit_bytes: int = 1 << 20
-    newer: NewerEvents = field(default_factory=NewerEvents)
-    notes: list[str | None] = field(default_factory=list)
-    shelf: Any = field(default_factory=lambda: SimpleNamespace(holding=None, blocklist=Blocklist()))
-
-    def __post_init__(self) -> None:
-        self.client = redis.Redis.from_url(self.server.url, protocol=2)
-        self.follower = EventFollower(
-            self.server.url, self.keyspace, self.newer, self.shelf, self.notes.append,
-            limit_bytes=self.limit_bytes,
-        )  # fmt: skip
-        self._count = 0
-
-    def hold(self, *untils: Position) -> None:
-        """Holds generations made at these positions, and one that tells of no events."""
-        told = [SimpleNamespace(events=SimpleNamespace(until=each.number)) for each in untils]
-        self.shelf.holding = SimpleNamespace(snapshots=[*told, SimpleNamespace(events=None)])
-
-    def click(self, user: str, item: str = "i") -> Position:
-        """One more event, accepted."""
-        self._count += 1
-        event = Event(f"e{self._count}", self._count, user.encode(), item.encode())
-        keys, args = call_of(self.keyspace, BOUNDS, [packed(self.keyspace, event)])
-        (told,) = outcomes(self.client.eval(SCRIPT, len(keys), *keys, *args))
-        assert told.position is not None
-        return told.position
-
-    async def steps(self, count: int = 1) -> bool:
-        """Takes some steps that wait for nothing."""
-        async with self.follower.connected() as client:
-            return all([await self.follower.step(client, 1) for _ in range(count)])
-
-    def items(self, user: str, after: Position = BEGINNING) -> list[bytes]:
-        """Items of a user's events in memory."""
-        return [each.item for each in self.newer.users.newer(user.encode(), after.number)]
-
-
-@pytest.fixture
-def stream(redis_server: RedisServer, keyspace: Keyspace) -> Iterator[Stream]:
-    found = Stream(redis_server, keyspace)
-    yield found
-    found.client.close()
+from serving.fresh.event_follower import BEHIND
+from serving.fresh.event_metrics import EventMetrics
+from tests.integration.fresh.followed_stream import Stream
 
 
 async def test_events_behind_the_oldest_generation_are_read_in_their_order(stream: Stream) -> None:
@@ -166,6 +108,24 @@ async def test_events_of_the_blocked_are_forgotten_and_found_again_once_they_are
     await stream.steps()
 
     assert stream.items("u") == [b"a", b"c"]
+
+
+async def test_values_that_were_refused_are_told_until_a_night_has_them(stream: Stream) -> None:
+    stream.hold(BEGINNING)
+    for number in range(2):
+        names = [f"a{number}-{each}" for each in range(40)]
+        event = Event(f"v{number}", 0, None, b"i", attributes=dict.fromkeys(names, 1))
+        last = stream.accept(event)
+    await stream.steps()
+    assert stream.notes[-1] == BEHIND and stream.newer.values.refusals == 1
+    families = EventMetrics(stream.newer, stream.follower.lag_s).collect()
+    values = {each.name: each.samples[0].value for each in families}
+    assert values["larder_event_values_refused"] == 1
+
+    stream.hold(last)
+    await stream.steps()
+
+    assert stream.notes[-1] is None
 
 
 async def test_an_outage_leaves_what_is_known_and_is_told(own_redis: RedisServer) -> None:

@@ -152,3 +152,28 @@ def test_values_survive_the_bytes_of_the_stream() -> None:
 
     assert orjson.loads(sent.to_bytes())["attributes"]["brand"] is None
     assert Event.from_bytes(sent.to_bytes()) == sent
+
+
+def test_old_ones_are_forgotten_some_at_a_time() -> None:
+    found = added([(kind, b"%d" % at, {"a": at}) for at in range(10) for kind in ("item", "user")])
+    newest = Position(16, 0).number
+
+    assert [found.drop_until(newest, 7) for _ in range(4)] == [7, 7, 2, 0]
+
+    assert len(found) == 4 and found.since == newest
+
+
+@given(TOLD, st.integers(0, 21))
+def test_earlier_values_put_in_front_are_as_if_they_had_come_first(told: Any, ms: int) -> None:
+    whole, earlier, later = added(told), added(told[:ms]), AttributeEvents()
+    for at, each in enumerate(told[ms:], ms + 1):
+        later.add(Position(at, 0), event(*each))
+
+    later.put_before(earlier)
+
+    for number in [Position(each, 0).number for each in range(len(told) + 1)]:
+        assert later.items_since(number) == whole.items_since(number)
+    for kind in ("item", "user"):
+        assert later.all_values(kind) == whole.all_values(kind)
+    assert later.size_bytes == whole.size_bytes
+    assert later.drop_until(Position(ms, 0).number) == whole.drop_until(Position(ms, 0).number)

@@ -85,3 +85,30 @@ def test_becoming_another_one_keeps_the_dictionary(
 
     assert users.packed is packed and packed == expected
     assert (users.size_bytes, users.last) == (size_of(users), len(others))
+
+
+@given(DRAWN, st.integers(0, 31))
+def test_earlier_events_put_in_front_are_as_if_they_had_come_first(
+    rows: list[tuple[str, str, int]], until: int
+) -> None:
+    whole, earlier, later = filled(rows), filled(rows[:until]), filled(rows)
+    later.drop_until(until)
+    before = dict(later.packed)
+
+    later.put_before(earlier, list(earlier.packed))
+
+    assert later.packed == whole.packed and later.size_bytes == whole.size_bytes
+    untouched = before.keys() - earlier.packed.keys()
+    assert all(later.packed[user] is before[user] for user in untouched)
+
+
+def test_who_is_read_again_and_has_what_was_known_keeps_the_very_object() -> None:
+    rows = [("u", "a", 1), ("v", "b", 2)]
+    users, again = filled(rows), filled([*rows, ("v", "c", 3)])
+    probed, packed = users.packed, users.packed[b"u"]
+
+    users.become(again)
+
+    assert users.packed is probed and users.packed[b"u"] is packed
+    assert [each.item for each in users.newer(b"v", 0)] == [b"b", b"c"]
+    assert users.size_bytes == size_of(users)

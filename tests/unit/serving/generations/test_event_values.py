@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache.events.attribute_events import AttributeEvents
 from cache.events.event import Event
 from cache.events.position import Position
 from cache.filters.expression import read_filter
@@ -97,6 +98,30 @@ async def test_what_is_opened_later_knows_them_at_once(scene: Scene) -> None:
     assert out_of_stock(scene.shelf.live) == {"i3", "i5"}
     await scene.publish(pointer(B, 2, previous=A))
     assert out_of_stock(scene.shelf.live) == {"i5"}
+
+
+async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_again(
+    scene: Scene,
+) -> None:
+    await scene.publish(pointer(B, 1))
+    told(scene, 150, "i3", stock=False)
+    told(scene, 250, "i5", stock=False)
+    scene.shelf.attributes.drop_until(UNTIL[B].number)
+    await scene.publish(pointer(A, 2, previous=B))  # a rollback to what was not held
+    await scene.shelf.take_values()
+    assert out_of_stock(scene.shelf.live) == set()
+
+    again = AttributeEvents()
+    for ms, item in ((150, "i3"), (250, "i5")):
+        again.add(Position(ms, 0), Event(f"e{ms}", 0, None, item.encode(), attributes={"stock": False}))  # fmt: skip
+    again.since = UNTIL[A].number
+    scene.shelf.attributes.become(again)
+    await scene.shelf.take_values()
+
+    holding = scene.shelf.holding
+    assert holding is not None and holding.previous is not None
+    assert out_of_stock(holding.live) == {"i3", "i5"}
+    assert out_of_stock(holding.previous) == {"i5"}
 
 
 async def test_nothing_is_made_anew_where_nothing_changed(scene: Scene) -> None:

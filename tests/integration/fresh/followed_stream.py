@@ -1,0 +1,64 @@
+"""A stream of events, and a follower of it that takes step by step."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import redis
+
+from cache.events.accept import SCRIPT, StreamBounds, call_of, outcomes, packed
+from cache.events.event import Event
+from cache.events.position import BEGINNING, Position
+from cache.format.redis_keys import Keyspace
+from cache.process.redis_server import RedisServer
+from cache.store.blocklist import Blocklist
+from serving.fresh.event_follower import EventFollower
+from serving.fresh.newer_events import NewerEvents
+
+BOUNDS = StreamBounds(256 << 20, 86_400_000, 100_000)
+
+
+@dataclass
+class Stream:
+    """A stream, a follower of it, and the generations held, by the positions that they were made at."""
+
+    server: RedisServer
+    keyspace: Keyspace
+    limit_bytes: int = 1 << 20
+    newer: NewerEvents = field(default_factory=NewerEvents)
+    notes: list[str | None] = field(default_factory=list)
+    shelf: Any = field(default_factory=lambda: SimpleNamespace(holding=None, blocklist=Blocklist()))
+
+    def __post_init__(self) -> None:
+        self.client = redis.Redis.from_url(self.server.url, protocol=2)
+        self.follower = EventFollower(
+            self.server.url, self.keyspace, self.newer, self.shelf, self.notes.append,
+            limit_bytes=self.limit_bytes,
+        )  # fmt: skip
+        self._count = 0
+
+    def hold(self, *untils: Position) -> None:
+        """Holds generations made at these positions, and one that tells of no events."""
+        told = [SimpleNamespace(events=SimpleNamespace(until=each.number)) for each in untils]
+        self.shelf.holding = SimpleNamespace(snapshots=[*told, SimpleNamespace(events=None)])
+
+    def click(self, user: str, item: str = "i") -> Position:
+        """One more event, accepted."""
+        self._count += 1
+        return self.accept(Event(f"e{self._count}", self._count, user.encode(), item.encode()))
+
+    def accept(self, event: Event) -> Position:
+        """An event, accepted."""
+        keys, args = call_of(self.keyspace, BOUNDS, [packed(self.keyspace, event)])
+        (told,) = outcomes(self.client.eval(SCRIPT, len(keys), *keys, *args))
+        assert told.position is not None
+        return told.position
+
+    async def steps(self, count: int = 1) -> bool:
+        """Takes some steps that wait for nothing."""
+        async with self.follower.connected() as client:
+            return all([await self.follower.step(client, 1) for _ in range(count)])
+
+    def items(self, user: str, after: Position = BEGINNING) -> list[bytes]:
+        """Items of a user's events in memory."""
+        return [each.item for each in self.newer.users.newer(user.encode(), after.number)]

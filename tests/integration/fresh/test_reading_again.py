@@ -1,0 +1,118 @@
+"""Events that are read again, after an unblocking or for an older generation, while the newest go on being counted."""
+
+from typing import Any
+
+import pytest
+from redis.exceptions import RedisError
+
+from cache.events.position import BEGINNING
+from cache.store.blocklist import Blocklist
+from serving.fresh import event_follower
+from serving.fresh.event_follower import BEHIND
+from serving.fresh.newer_events import NewerEvents
+from tests.integration.fresh.followed_stream import Stream
+
+
+async def test_who_is_free_again_costs_nobody_else_anything_and_the_newest_go_on_being_counted(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.shelf.blocklist = Blocklist(users=frozenset([b"u"]))
+    stream.hold(BEGINNING)
+    for number in range(600):
+        stream.click("u" if number % 100 == 0 else "v", f"i{number}")
+    await stream.steps(4)
+    packed, known = stream.newer.packed[b"v"], stream.newer.users.last
+    stream.click("u", "new")
+    stream.click("w", "new")
+    while_reading = watched(stream, monkeypatch, "w")
+
+    stream.shelf.blocklist = Blocklist()
+    await stream.steps()
+
+    assert stream.items("u") == [b"i%d" % each for each in range(0, 600, 100)] + [b"new"]
+    assert while_reading[-1] == [b"new"] and stream.newer.users.last > known
+    assert stream.newer.packed[b"v"] is packed
+    assert stream.notes[-2:] == [BEHIND, None]
+
+
+async def test_for_an_older_generation_only_what_lacks_is_read_and_put_in_front(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = stream.click("u", "before")
+    for number in range(600):
+        second = stream.click("u", f"i{number}")
+    stream.click("u", "c")
+    stream.click("v", "d")
+    stream.hold(second)
+    await stream.steps()
+    packed = stream.newer.packed[b"v"]
+    stream.click("w", "new")
+    while_reading = watched(stream, monkeypatch, "w")
+
+    stream.hold(second, first)
+    await stream.steps()
+
+    assert stream.items("u") == [b"i%d" % each for each in range(600)] + [b"c"]
+    assert len(while_reading) == 3 and while_reading[-1] == stream.items("w") == [b"new"]
+    assert stream.newer.packed[b"v"] is packed
+    assert stream.newer.users.since == stream.newer.values.since == first.number
+
+
+async def test_an_outage_while_somebodys_events_are_read_again_loses_none(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.shelf.blocklist = Blocklist(users=frozenset([b"u"]))
+    stream.hold(BEGINNING)
+    stream.click("u", "a")
+    await stream.steps()
+    stream.shelf.blocklist = Blocklist()
+    stream.click("u", "b")
+    read = stream.follower._read
+
+    async def fails(client: Any, newer: NewerEvents, wait_ms: int | None, **more: Any) -> int:
+        found = await read(client, newer, wait_ms, **more)
+        if newer is stream.newer:
+            raise RedisError("away")
+        return found
+
+    monkeypatch.setattr(stream.follower, "_read", fails)
+    with pytest.raises(RedisError):
+        await stream.steps()
+    monkeypatch.setattr(stream.follower, "_read", read)
+    await stream.steps()
+
+    assert stream.items("u") == [b"a", b"b"]
+
+
+async def test_a_blocklist_is_looked_through_once(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Blocklist] = []
+    union = event_follower._blocked
+
+    def look(blocklist: Blocklist) -> frozenset[bytes]:
+        looked.append(blocklist)
+        return union(blocklist)
+
+    monkeypatch.setattr(event_follower, "_blocked", look)
+    stream.shelf.blocklist = blocklist = Blocklist(users=frozenset([b"u"]))
+    stream.hold(BEGINNING)
+    for _ in range(5):
+        stream.click("u")
+        await stream.steps()
+
+    assert looked == [blocklist] and not stream.items("u")
+
+
+def watched(stream: Stream, monkeypatch: pytest.MonkeyPatch, user: str) -> list[list[bytes]]:
+    """The user's items in memory at each read of what is read again."""
+    found: list[list[bytes]] = []
+    read = stream.follower._read
+
+    async def watch(client: Any, newer: NewerEvents, wait_ms: int | None, **more: Any) -> int:
+        if newer is not stream.newer:
+            found.append(stream.items(user))
+        return await read(client, newer, wait_ms, **more)
+
+    monkeypatch.setattr(stream.follower, "_read", watch)
+    return found

@@ -1,0 +1,139 @@
+"""Cases of users with newer events, on their way down the ladder."""
+
+import asyncio
+from time import monotonic
+
+import numpy as np
+import pytest
+
+from cache.events.event import Event
+from cache.events.event_predictor import GenerationEvents
+from cache.events.position import Position
+from cache.filters.expression import read_filter
+from cache.filters.masks import Passing
+from cache.format.ids import fingerprints
+from cache.format.records.codec import decode, encode_topk
+from cache.format.records.layout import FLAG_APPROXIMATE, FLAG_LIVE
+from cache.model.tower_spec import InputSpec
+from serving.answers.sources import Source
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.lookup.answer_builder import Turn
+from serving.lookup.entity import cases_of
+from serving.lookup.event_counting import count_newer
+from serving.requests.models import RequestOptions
+from tests.unit.serving.world import ITEMS, SCORED_AT, World, ask, entity, ids
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def with_events(world: World, *features: InputSpec) -> Snapshot:
+    """A generation that has no events; its model takes these features, and is not here."""
+    return world.snapshot(events=GenerationEvents(0, {"user_topk": features}))
+
+
+def clicks(world: World, user: str, item: str, at: int = 1) -> None:
+    """An event of a user, at a position."""
+    event = Event(f"e{at}", 0, user.encode(), item.encode())
+    assert world.ladder.newer.users.add(Position(at, 0), event)
+
+
+async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_for_events(
+    world: World,
+) -> None:
+    snapshot = with_events(world)
+    clicks(world, "stranger", "i3")
+
+    sent = entity("stranger", history=ids("i1"))
+    (answer,) = await world.ladder.lookup(Holding(snapshot), ask(sent), monotonic())
+
+    (job,) = world.jobs
+    assert job.newer is None and answer["source"] == "live"
+    assert "i3" not in answer["items"] and answer["approximate"] is True
+
+
+def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: World) -> None:
+    event = Event("e1", 0, b"u1", attributes={"country": "nl"})
+    newer, plain = world.ladder.newer, with_events(world)
+    taken = with_events(world, InputSpec("home", "feature", "int64", column="country"))
+    other = with_events(world, InputSpec("years", "feature", "int64", column="age"))
+    table = plain.manifest.tables["user_topk"]
+    newer.users.add(Position(1, 0), event)
+    newer.values.add(Position(1, 0), event)
+
+    for snapshot in (plain, other):
+        assert not newer.changes(snapshot, table, b"u1")
+        assert newer.counted(snapshot, table, b"u1") is None
+    assert newer.changes(taken, table, b"u1")
+
+    clicks(world, "u1", "i3", 2)
+    counts = {each: newer.counted(each, table, b"u1") for each in (plain, taken)}
+    assert newer.changes(plain, table, b"u1")
+    assert [each and each.events for each in counts.values()] == [1, 2]
+
+
+def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
+    world: World,
+) -> None:
+    newer = world.ladder.newer
+    home = InputSpec("home", "feature", "int64", column="country")
+    taken, plain = with_events(world, home), with_events(world)
+    table = taken.manifest.tables["user_topk"]
+    clicks(world, "u1", "i3")
+    event = Event("e2", 0, b"u1", attributes={"country": "nl"})
+    newer.users.add(Position(2, 0), event)
+    newer.values.add(Position(2, 0), event)
+
+    then, now = (newer.counted(taken, table, b"u1", as_of=Position(at, 0).number) for at in (1, 2))
+    other = newer.counted(plain, table, b"u1", as_of=Position(1, 0).number)
+
+    assert then is not None and now is not None and other is not None
+    assert (then.is_past, then.is_approximate, then.events) == (True, True, 1)
+    assert (now.is_past, now.is_approximate, now.events) == (True, False, 2)
+    assert (other.is_past, other.is_approximate) == (True, False)
+
+
+async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: World) -> None:
+    snapshot = world.snapshot()
+    (case,) = await cases_of(snapshot, ask(entity("u1")))
+    rows = encode_topk(
+        case.table.layout, fingerprints([b"u1"]), np.arange(5, dtype=np.uint32)[None],
+        np.ones((1, 5), np.float32), SCORED_AT, flags=FLAG_LIVE | FLAG_APPROXIMATE,
+    )  # fmt: skip
+    passes = np.zeros(len(ITEMS), np.bool_)
+    passes[[1, 9]] = True
+    options = RequestOptions(1.0, filter=read_filter({"==": ["stock", True]}))
+    turn = Turn.of(options, 0.0)
+    turn.passes(snapshot, Passing.of(passes))
+
+    record = decode(case.table.layout, rows.tobytes(), len(ITEMS))
+    world.ladder.reply.answer(case, snapshot, record, Source.LIVE, turn)
+    assert case.partial is not None
+    world.ladder.reply.settle(case, snapshot, turn)
+
+    assert case.answer is not None and case.answer["items"] == world.ids([1])
+    assert case.answer["approximate"] is True
+
+
+async def test_others_have_their_turn_while_events_of_many_are_counted(world: World) -> None:
+    snapshot = with_events(world)
+    users = [f"stranger-{number}" for number in range(640)]
+    for at, user in enumerate(users, 1):
+        clicks(world, user, "i3", at)
+    cases = await cases_of(snapshot, ask(*map(entity, users)))
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    await count_newer(world.ladder.newer, snapshot, cases, RequestOptions(1.0))
+    task.cancel()
+
+    assert turns >= 9 and all(case.counted is not None for case in cases)
