@@ -62,7 +62,7 @@ class AttributeEvents:
         self.newest_item = 0
         """Number of the newest position that set a value of an item."""
         self.refused = 0
-        """Number of the newest position whose values were not taken in; 0: none."""
+        """Number of the newest position whose values there was no room for; 0: none."""
         self.refusals = 0
         """Number of events whose values were not taken in."""
         self._bytes_max = bytes_max
@@ -89,7 +89,9 @@ class AttributeEvents:
         more = len(packed) - len(before) if before else len(packed) + len(raw) + _ENTITY_BYTES
         is_over = more > 0 and self.size_bytes + more > self._bytes_max
         if is_over or len(_values(packed)) > VALUES_MAX:
-            self.refused, self.refusals = number, self.refusals + 1
+            self.refusals += 1
+            # What one entity has too much of is its own loss: others are whole.
+            self.refused = number if is_over else self.refused
             return True
         of_kind.pop(raw, None)
         of_kind[raw] = packed
