@@ -60,9 +60,11 @@ class PackedEvent(NamedTuple):
 
 def packed(keyspace: Keyspace, event: Event) -> PackedEvent:
     """Packs an event; that of a batch takes milliseconds, in any thread."""
-    source = event.source
+    # A user and an item may have one id, and an id may hold any byte: the kind and the length tell them apart.
+    kind = b"i" if event.user is None else b"u"
+    source = kind + len(event.source).to_bytes(2, "big") + event.source
     return PackedEvent(
-        keyspace.event_ids + xxhash.xxh3_128_digest(source + b"\0" + event.id.encode()),
+        keyspace.event_ids + xxhash.xxh3_128_digest(source + event.id.encode()),
         keyspace.event_sources + xxhash.xxh3_128_digest(source),
         event.to_bytes(),
     )
