@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+from cache.errors import LarderError
 from cache.events.accept import StreamBounds
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.acceptor import Acceptor
-from serving.events.connection import EventsRedis, EventsUnavailable
+from serving.events.connection import EventsRedis
 from serving.events.counts import EventCounts
 from serving.events.inbox import Inbox
 from serving.events.intake import EventIntake
@@ -57,7 +58,7 @@ class EventParts:
             async with asyncio.timeout(_START_S):
                 await self.redis.demand_durability()
                 await self.intake.counts.look()
-        except EventsUnavailable as error:
+        except LarderError as error:  # whatever is wrong with events, lookups are answered
             log.warning("no events are accepted for now: %s", error.message)
         except TimeoutError:
             log.warning("no events are accepted for now: their Redis does not answer")

@@ -66,6 +66,23 @@ async def test_what_lies_there_and_what_comes_is_taken_in_and_removed(
     assert [each["item"] for each in found] == [*(f"i-{n}" for n in range(300)), "json", "i-300"]
 
 
+async def test_entries_under_ids_of_a_producers_own_hold_nobody_up(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    # Microseconds as ids: no positions of events. There before the service starts, which looks at the oldest.
+    for sequence in range(2):
+        fields = {"user": "u", "item": f"i-{sequence}", "time": "1"}
+        client.xadd(keyspace.inbox, fields, id=f"1769860800391000-{sequence}")
+    async with intake(server.url, keyspace, inbox=True) as one:
+        await one.parts.intake.counts.look()
+        assert await eventually(lambda: is_empty(client, keyspace))
+
+    assert [each["id"] for each in stream_of(client, keyspace)] == [
+        "1769860800391000-0",
+        "1769860800391000-1",
+    ]
+
+
 async def test_what_is_no_event_is_kept_as_rejected_and_holds_nobody_up(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
