@@ -76,4 +76,7 @@ def _shown(event: Any) -> bytes:
             name.decode(errors="replace"): each.decode(errors="replace")
             for name, each in event.items()
         }
-    return orjson.dumps(event)[:SHOWN_BYTES]
+    try:
+        return orjson.dumps(event)[:SHOWN_BYTES]
+    except orjson.JSONEncodeError:  # it reads JSON that is nested deeper than what it writes
+        return b""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from cache.events.position import Position
@@ -62,6 +63,31 @@ async def test_what_is_rejected_is_told_beside_the_others_counted_and_kept(
     assert not any("gone" in text for each in kept for text in each.values())
     assert {each["event"] for each in kept if each["reason"] == "missing_field"} == {'{"id":"x"}'}
     assert one.results["too_many"] == one.results["erased"] == 1
+
+
+async def test_a_user_and_an_item_of_one_id_are_no_repetition_and_bounded_each(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace, of_one=1) as one:
+        told = await one.take(
+            {"user": "7", "id": "1", "attributes": {"country": "NL"}},
+            {"item": "7", "id": "1", "attributes": {"price": 2}},
+        )
+
+    assert (told["accepted"], told["repeated"], told["rejected"]) == (2, 0, [])
+    assert len(stream_of(client, keyspace)) == 2
+
+
+async def test_a_rejected_event_too_deep_to_be_written_is_counted_and_told(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    deep = orjson.loads(b'{"id":"1","user":' + b"[" * 600 + b"]" * 600 + b"}")
+    async with intake(server.url, keyspace) as one:
+        told = await one.take(event(0), deep)
+
+    assert told["accepted"] == 1
+    assert [each["reason"] for each in told["rejected"]] == ["missing_field"]
+    assert [each["event"] for each in rejected(client, keyspace)] == [""]
 
 
 async def test_a_flood_by_one_user_costs_others_nothing(
