@@ -19,7 +19,7 @@ from serving.requests.errors import Problem
 BESIDE: Final = 100
 """Events of one request beyond which they are read in a thread: 100 take about 1 ms."""
 FULL_WAIT_S: Final = 30.0
-"""Seconds that whoever meets a full stream is told to wait: it has room when a night has taken events over."""
+"""Seconds that whoever meets a full stream is told to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class EventIntake:
     redis: EventsRedis
     reader: EventReader
     acceptor: Acceptor
+    inbox_acceptor: Acceptor
+    """Its own: it accepts at Redis' maxmemory, too, or the inbox that fills Redis could never be emptied."""
     rejections: Rejections
     counts: EventCounts
     blocklist: Callable[[], Blocklist]
@@ -73,7 +75,7 @@ class EventIntake:
                 rejected.append((found, fields))
             else:
                 sent.append(fields)
-        told = await self.acceptor.accept(packed)
+        told = await self.inbox_acceptor.accept(packed)
         for problem, fields in rejected:
             self.rejections.add(problem.reason, problem.message, fields)
         for fields, each in zip(sent, told, strict=True):

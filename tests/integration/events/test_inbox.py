@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +176,22 @@ async def test_a_full_stream_leaves_the_inbox_as_it_is(
 
         assert await eventually(lambda: is_empty(client, keyspace))
     assert len(stream_of(client, keyspace)) == 5
+
+
+async def test_an_inbox_is_emptied_at_redis_maxmemory_whoever_starts(
+    tmp_path: Path, keyspace: Keyspace
+) -> None:
+    with durable_redis(tmp_path, maxmemory="100mb") as small, small.client() as client:
+        client.xgroup_create(keyspace.inbox, GROUP, "0", mkstream=True)
+        client.xadd(keyspace.inbox, {"user": "u"})
+        write(client, keyspace, *range(300))
+        client.config_set("maxmemory", "1")
+        async with intake(small.url, keyspace, inbox=True) as one:
+            assert await eventually(lambda: is_empty(client, keyspace))
+
+        assert len(stream_of(client, keyspace)) == 300
+        # It was rejected, and there is no room to keep why.
+        assert one.results["missing_field"] == 1 and one.parts.intake.counts.dropped == 1
 
 
 async def test_an_inbox_that_is_gone_with_its_group_begins_anew(

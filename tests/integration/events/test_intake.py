@@ -148,6 +148,54 @@ async def test_a_redis_at_its_maxmemory_is_full(tmp_path: Path, keyspace: Keyspa
     assert (told["accepted"], told["repeated"]) == (1, 1)
 
 
+async def test_a_repetition_is_a_write_so_that_waiting_for_the_disk_waits_for_it(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace) as one:
+        await one.take(event(0))
+        (id_key,) = client.keys(keyspace.event_ids + b"*")
+        client.pexpire(id_key, 10_000)
+
+        assert (await one.take(event(0)))["repeated"] == 1
+
+    assert client.pttl(id_key) > 10_000
+
+
+async def test_positions_hold_while_redis_clock_stands_still(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    # An entry of tomorrow: to Redis its clock stands still until then.
+    ms = int(client.time()[0]) * 1000 + 86_400_000
+    client.xadd(keyspace.events, {"e": "{}"}, id=f"{ms}-{(1 << 19) - 1}")
+    async with intake(server.url, keyspace) as one:
+        first = await one.take(event(0))
+        told = await one.take(event(1), event(2))
+        client.xtrim(keyspace.events, maxlen=0, approximate=False)
+        last = await one.take(event(3))
+
+    assert [each["position"] for each in (first, told, last)] == [
+        f"{ms}-{1 << 19}",
+        f"{ms + 1}-1",
+        f"{ms + 1}-2",
+    ]
+
+
+async def test_a_policy_that_evicts_ids_is_told_in_the_log(
+    server: DurableRedis, client: Any, keyspace: Keyspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def warned(**events: Any) -> bool:
+        caplog.clear()
+        async with intake(server.url, keyspace, inbox=True, **events):
+            return "volatile-lru" in caplog.text
+
+    assert not await warned(durability="always")
+    client.config_set("maxmemory-policy", "volatile-lru")
+    try:
+        assert await warned(durability="always") and not await warned(durability="any")
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
+
+
 async def test_less_durability_than_demanded_accepts_nothing_until_it_is_mended(
     tmp_path: Path, keyspace: Keyspace
 ) -> None:
