@@ -12,7 +12,7 @@ from cache.store.blocklist import Blocklist
 from serving.events.acceptor import Acceptor, EventsBusy
 from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
 from serving.events.counts import ACCEPTED, REPEATED, TOO_MANY, EventCounts
-from serving.events.reading import EventReader, ReadEvents, RejectedEvent
+from serving.events.reading import DETAIL_CHARS, EventReader, ReadEvents, RejectedEvent
 from serving.events.rejections import Rejections
 from serving.requests.errors import Problem
 
@@ -77,7 +77,7 @@ class EventIntake:
                 sent.append(fields)
         told = await self.inbox_acceptor.accept(packed)
         for problem, fields in rejected:
-            self.rejections.add(problem.reason, problem.message, fields)
+            self.rejections.add(problem.reason, problem.message[:DETAIL_CHARS], fields)
         for fields, each in zip(sent, told, strict=True):
             self._count(each, fields)
         await self.rejections.flush()

@@ -9,6 +9,7 @@ import pytest
 
 from cache.events.accept import StreamBounds, call_of
 from cache.format.redis_keys import Keyspace
+from cache.store.blocklist import Blocklist
 from serving.events import inbox as inbox_module
 from serving.events.connection import EventsRedis
 from serving.events.inbox import GROUP
@@ -98,6 +99,37 @@ async def test_what_is_no_event_is_kept_as_rejected_and_holds_nobody_up(
         "invalid_json",
     ]
     assert one.results["accepted"] == 1 and len(stream_of(client, keyspace)) == 1
+
+
+async def test_a_malformed_event_of_an_erased_user_leaves_nothing_of_itself(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    broken = [{"user": "gone"}, {"user": "gone", "item": b"\xff"}, {"e": '{"user":"gone","x":1}'}]
+    async with intake(server.url, keyspace, inbox=True) as one:
+        one.blocklist = Blocklist(users=frozenset([b"gone"]))
+        for fields in broken:
+            client.xadd(keyspace.inbox, fields)
+
+        async def all_rejected() -> bool:
+            return one.results["erased"] == len(broken) and await is_empty(client, keyspace)
+
+        assert await eventually(all_rejected)
+        told = await one.take({"user": "gone", "weight": "x"})
+
+    assert [each["reason"] for each in told["rejected"]] == ["erased"]
+    kept = rejected(client, keyspace)
+    assert len(kept) == 4 and "gone" not in str(kept)
+
+
+async def test_words_of_a_rejection_are_cut(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    client.xadd(keyspace.inbox, {"user": "u", "item": "i", "x" * 5_000: "1"})
+    async with intake(server.url, keyspace, inbox=True):
+        assert await eventually(lambda: is_empty(client, keyspace))
+
+    (kept,) = rejected(client, keyspace)
+    assert kept["reason"] == "unknown_field" and len(kept["detail"]) <= 400
 
 
 async def test_two_consumers_share_the_inbox(
