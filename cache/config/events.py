@@ -20,14 +20,16 @@ class EventsConfig:
     """Demand on Redis before an event is accepted: `always` has written it to disk, `everysec` does within a second,
     `any` whatever that Redis' own settings say (the answer tells)."""
     stream_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
-    """Bytes of Redis that accepted events may take; beyond it more are refused, 429 `events_full`, until a night has
-    taken some over. Each worker of the service keeps up to as many bytes of them in memory."""
+    """Bytes of Redis that accepted events may take; beyond it more are refused, 429 `events_full`. Room comes when
+    nights have taken events over and all generations that are kept have them, so it has to hold what comes within
+    `keep` + 2 nights. Each worker of the service keeps up to as many bytes of them in memory."""
     keep_s: PositiveFloat = 172_800.0
     """Seconds for which an event's id makes a repetition none, and for which events that a night has are kept."""
     of_one: Count = 1_000
     """Number of events of one user, or of one item, within `keep_s`; more are rejected as `too_many`."""
-    event_bytes: Annotated[int, Field(ge=256, le=1 << 20)] = 4_096
-    """Bytes of the largest event."""
+    event_bytes: Annotated[int, Field(ge=256, le=4_096)] = 4_096
+    """Bytes of the largest event, no more than 4,096: the stream's bytes are judged by a sample, which errs where sizes
+    differ much."""
     batch: PositiveInt = 1_000
     """Number of events in one request."""
     ahead_s: NonNegativeFloat = 300.0

@@ -13,23 +13,45 @@ SCRIPT: Final = """
 local stream, limit, life, most = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local used = redis.call('MEMORY', 'USAGE', stream, 'SAMPLES', '5')
 if used and used >= limit then return redis.error_reply('FULL ' .. used) end
-local told = {}
+local last = '0-0'
+if used then
+  local info = redis.call('XINFO', 'STREAM', stream)
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then last = info[i + 1] end
+  end
+end
+-- While Redis' clock stands still the sequence grows, and a position holds 20 bits of it: the next millisecond begins
+-- before they are used up.
+local function place()
+  local ms, sequence = string.match(last, '(%d+)-(%d+)')
+  if tonumber(sequence) < 524288 then return '*' end
+  return string.format('%.0f-0', tonumber(ms) + 1)
+end
+local told, again = {}, {}
 for i = 1, (#KEYS - 1) / 2 do
   local id, source, body = KEYS[2 * i], KEYS[2 * i + 1], ARGV[3 + i]
   if redis.call('EXISTS', id) == 1 then
+    again[#again + 1] = id
     told[i] = 'repeated'
   elseif tonumber(redis.call('GET', source) or '0') >= most then
     told[i] = 'too_many'
   else
-    local position = redis.call('XADD', stream, '*', 'e', body)
-    redis.call('SET', id, position, 'PX', life)
+    last = redis.call('XADD', stream, place(), 'e', body)
+    redis.call('SET', id, last, 'PX', life)
     if redis.call('INCR', source) == 1 then redis.call('PEXPIRE', source, life) end
-    told[i] = position
+    told[i] = last
   end
 end
+-- Writes, so that WAITAOF waits for repetitions, too: their events may not be on disk yet. Last: after a write Redis no
+-- longer looks whether its memory is full.
+for _, id in ipairs(again) do redis.call('PEXPIRE', id, life) end
 return told
 """
 """Script: its effects are one transaction in Redis' log, so a crash leaves an event with its id, or neither."""
+
+SCRIPT_AT_MAXMEMORY: Final = "#!lua flags=allow-oom" + SCRIPT
+"""The same for the inbox, at a full memory, too: else nothing would ever empty it. The stream's bound holds all the
+same, and entries that were accepted are deleted right after."""
 
 FULL: Final = "FULL"
 """Beginning of the error when the stream takes no more."""
@@ -60,9 +82,11 @@ class PackedEvent(NamedTuple):
 
 def packed(keyspace: Keyspace, event: Event) -> PackedEvent:
     """Packs an event; that of a batch takes milliseconds, in any thread."""
-    source = event.source
+    # A user and an item may have one id, and an id may hold any byte: the kind and the length tell them apart.
+    kind = b"i" if event.user is None else b"u"
+    source = kind + len(event.source).to_bytes(2, "big") + event.source
     return PackedEvent(
-        keyspace.event_ids + xxhash.xxh3_128_digest(source + b"\0" + event.id.encode()),
+        keyspace.event_ids + xxhash.xxh3_128_digest(source + event.id.encode()),
         keyspace.event_sources + xxhash.xxh3_128_digest(source),
         event.to_bytes(),
     )

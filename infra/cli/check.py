@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import os
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from serving.events.durability import FoundDurability
 
 REDIS_S = 3.0
-_POLICY = re.compile(rb"maxmemory_policy:(\S+)")
 
 State = Literal["ok", "to do", "not used"]
 
@@ -191,13 +189,23 @@ def _events(config: "NightConfig") -> tuple[State, str]:
     if policy.startswith("allkeys"):
         return (
             "to do",
-            f"maxmemory-policy {policy} may evict events: set noeviction or volatile-lru",
+            f"maxmemory-policy {policy} may evict events: set "
+            + ("noeviction" if config.events_url else "volatile-lru"),
+        )
+    may_evict_ids = policy.startswith("volatile")
+    if may_evict_ids and config.events_url:
+        return (
+            "to do",
+            f"maxmemory-policy {policy} may evict the ids that make a repetition none: set noeviction",
         )
     demanded = config.events.durability
     if not kept.suffices(demanded):
         told = f"durability = {demanded!r} is demanded, and {place_of(url)} has {kept.kept!r}"
         return "to do", f"{told}: set appendonly yes and appendfsync {demanded} there"
-    return "ok", f"{place_of(url)}; durability {kept.kept}, maxmemory-policy {policy or 'not told'}"
+    told = f"{place_of(url)}; durability {kept.kept}, maxmemory-policy {policy or 'not told'}"
+    return "ok", told + (
+        ", which may evict ids of events: a repetition may count" if may_evict_ids else ""
+    )
 
 
 async def _looked_at(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
@@ -206,10 +214,10 @@ async def _looked_at(url: str, config: "NightConfig") -> "tuple[FoundDurability,
     redis = EventsRedis(url, config.events.durability)
     try:
         kept = await redis.look_at_durability()
-        policy = _POLICY.search(await redis.ask("INFO", "memory"))
+        policy = await redis.eviction_policy()
     finally:
         await redis.aclose()
-    return kept, policy[1].decode() if policy else ""
+    return kept, policy
 
 
 def _store(config: "NightConfig") -> tuple[State, str]:

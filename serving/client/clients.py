@@ -17,7 +17,7 @@ from serving.client.answers import (
 )
 from serving.client.batches import lookup_batch
 from serving.client.calls import Asked, Call, Entity, Id, Options
-from serving.client.events import EventReceipt, NewEvent, send_events
+from serving.client.events import EventReceipt, EventsCall, NewEvent, event_calls, send_events
 from serving.client.loop_thread import LoopThread
 from serving.client.sender import Pace, Policy, Sender
 
@@ -95,9 +95,13 @@ class AsyncClient:
     async def send_events(
         self, events: Sequence[NewEvent], *, deadline_ms: float | None = None
     ) -> EventReceipt:
-        """Sends any number of events, in their order; sent again under their ids, after any error, they count once."""
-        until = self._until(Options(deadline_ms=deadline_ms))
-        return await send_events(self._sender, self._policy, events, until)
+        """Sends any number of events, in their order; sent again under their ids, after any error, they count once.
+
+        `deadline_ms` is for each request: there are as many as it takes.
+        """
+        return await self._send_events(
+            event_calls(events, self._policy.max_batch), Options(deadline_ms=deadline_ms)
+        )
 
     async def generations(self) -> Generations:
         """Generations and state of the replica that answers."""
@@ -116,6 +120,9 @@ class AsyncClient:
 
     def _until(self, options: Options) -> float:
         return self._pace.timer() + _within_s(self._policy, options)
+
+    async def _send_events(self, calls: Sequence[EventsCall], options: Options) -> EventReceipt:
+        return await send_events(self._sender, calls, lambda: self._until(options))
 
     async def _lookup(self, table: str | None, entities: Asked, options: Options) -> list[Answer]:
         until = self._until(options)
@@ -184,7 +191,10 @@ class Client:
     ) -> EventReceipt:
         """Sends any number of events, as `AsyncClient.send_events` does."""
         options = Options(deadline_ms=deadline_ms)
-        return self._run(self._client.send_events(events, deadline_ms=deadline_ms), options)
+        calls = event_calls(events, self._policy.max_batch)
+        return self._thread.run(
+            self._client._send_events(calls, options), _within_s(self._policy, options) * len(calls)
+        )
 
     def generations(self) -> Generations:
         """Generations and state of the replica that answers."""

@@ -1,16 +1,19 @@
 """Events that a caller of the client sends, and what became of them. Pure but for the sending."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import orjson
 
 from serving.client.answers import read_json
 from serving.client.calls import Call, Id, as_id
 from serving.client.errors import Garbled
-from serving.client.sender import Policy, Sender
+from serving.client.sender import Sender
+
+BODY_BYTES: Final = 4 << 20
+"""Bytes of events in one request: the service takes 8 MiB unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +67,45 @@ class EventReceipt:
     position: str | None
 
 
+class EventsCall(NamedTuple):
+    """Request with some of the events, the first of them the `at`-th of all."""
+
+    at: int
+    call: Call
+
+
+def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
+    """Requests with all events in their order, each of at most `max_batch` events and `BODY_BYTES`."""
+    found: list[EventsCall] = []
+    bodies: list[bytes] = []
+    size_bytes = 0
+    for place, event in enumerate(events):
+        body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
+        if bodies and (len(bodies) == max_batch or size_bytes + len(body) > BODY_BYTES):
+            found.append(_call(place, bodies))
+            bodies, size_bytes = [], 0
+        bodies.append(body)
+        size_bytes += len(body) + 1
+    if bodies:
+        found.append(_call(len(events), bodies))
+    return found
+
+
+def _call(end: int, bodies: Sequence[bytes]) -> EventsCall:
+    body = b'{"events":[' + b",".join(bodies) + b"]}"
+    return EventsCall(end - len(bodies), Call("POST", "/v1/events", None, body))
+
+
 async def send_events(
-    sender: Sender, policy: Policy, events: Sequence[NewEvent], until: float
+    sender: Sender, calls: Sequence[EventsCall], until: Callable[[], float]
 ) -> EventReceipt:
-    """Sends events in their order, as many in a request as the service takes.
+    """Sends events, one request behind the other; `until` is the deadline of one that goes out now.
 
     Raises Unanswered, after which some may have been accepted: send all of them again.
     """
     told = EventReceipt(0, 0, (), "unknown", None)
-    for at in range(0, len(events), policy.max_batch):
-        found = read_receipt(await sender.send(_call(events[at : at + policy.max_batch]), until))
+    for at, call in calls:
+        found = read_receipt(await sender.send(call, until()))
         moved = tuple(replace(each, index=each.index + at) for each in found.rejected)
         told = EventReceipt(
             told.accepted + found.accepted,
@@ -83,11 +115,6 @@ async def send_events(
             found.position or told.position,
         )
     return told
-
-
-def _call(events: Sequence[NewEvent]) -> Call:
-    body = {"events": [each.to_json() for each in events]}
-    return Call("POST", "/v1/events", None, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def read_receipt(raw: bytes) -> EventReceipt:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from cache.errors import LarderError
-from cache.events.accept import Accepted, PackedEvent, StreamBounds, call_of, outcomes
+from cache.events.accept import SCRIPT, Accepted, PackedEvent, StreamBounds, call_of, outcomes
 from cache.format.redis_keys import Keyspace
 from serving.events.connection import EventsRedis, EventsUnavailable
 
@@ -31,8 +31,10 @@ class EventsBusy(LarderError):
 class Acceptor:
     """Acceptor of one process. While a call is under way the events of all requests gather for the next one."""
 
-    def __init__(self, redis: EventsRedis, keyspace: Keyspace, bounds: StreamBounds) -> None:
-        self._redis, self._keyspace, self._bounds = redis, keyspace, bounds
+    def __init__(
+        self, redis: EventsRedis, keyspace: Keyspace, bounds: StreamBounds, script: str = SCRIPT
+    ) -> None:
+        self._redis, self._keyspace, self._bounds, self._script = redis, keyspace, bounds, script
         self._waiting: deque[_Piece] = deque()
         self._waiting_bytes = 0
         self._sending: asyncio.Task[None] | None = None
@@ -84,7 +86,8 @@ class Acceptor:
     async def _call(self, pieces: list[_Piece]) -> None:
         events = [event for piece in pieces for event in piece.events]
         try:
-            replies = await self._redis.accept(*call_of(self._keyspace, self._bounds, events))
+            keys, arguments = call_of(self._keyspace, self._bounds, events)
+            replies = await self._redis.accept(keys, arguments, self._script)
             found = outcomes(replies)
         except Exception as error:
             # What waits behind an outage would wait as long in vain.

@@ -2,8 +2,9 @@
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 from redis.asyncio import ConnectionPool, Redis
@@ -24,7 +25,7 @@ CONNECTIONS_MAX: Final = 8
 CONNECT_S: Final = 1.0
 REPLY_S: Final = 3.0
 """Seconds for a reply: a disk that is to have an event first may take long, a lookup never waits for it."""
-_SCRIPT_ID: Final = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
+_POLICY: Final = re.compile(rb"maxmemory_policy:(\S+)")
 
 
 class EventsUnavailable(LarderError):
@@ -34,14 +35,15 @@ class EventsUnavailable(LarderError):
 
 
 class EventsFull(LarderError):
-    """The stream takes no more until a night has taken some over."""
+    """The stream takes no more until it is trimmed, or its Redis is at its maxmemory."""
 
     code = "events_full"
 
 
 class EventsRedis:
-    """The Redis that a namespace's events lie in, for one event loop; everything here raises EventsUnavailable.
+    """The Redis that a namespace's events lie in, for one event loop.
 
+    Everything here raises EventsUnavailable, and EventsFull where a command needs memory and Redis has no more.
     No command is sent twice by itself: whoever sends an event again does so under its id.
     """
 
@@ -69,18 +71,18 @@ class EventsRedis:
         with _as_unavailable():
             return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
 
-    async def ask_all(
-        self, commands: Sequence[Command], *, is_transaction: bool = False
-    ) -> list[Any]:
+    async def ask_all(self, commands: Sequence[Command]) -> list[Any]:
         """Replies to all commands, in one round trip; the first refusal is raised when all have been sent."""
         with _as_unavailable():
-            async with self._client.pipeline(transaction=is_transaction) as pipeline:
+            async with self._client.pipeline(transaction=False) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
                 return await pipeline.execute()
 
-    async def accept(self, keys: Sequence[bytes], arguments: Sequence[Any]) -> list[bytes]:
-        """Replies of the script of acceptance, once they are as durable as demanded; raises EventsFull, too."""
+    async def accept(
+        self, keys: Sequence[bytes], arguments: Sequence[Any], script: str = SCRIPT
+    ) -> list[bytes]:
+        """Replies of a script of acceptance, once they are as durable as demanded."""
         call = (len(keys), *keys, *arguments)
         with _as_unavailable():
             # A connection of its own, not the client: one that is opened only now may have met another server.
@@ -88,11 +90,9 @@ class EventsRedis:
             try:
                 await self._demand_of(connection)
                 try:
-                    return await self._called(connection, ("EVALSHA", _SCRIPT_ID, *call))
+                    return await self._called(connection, ("EVALSHA", _script_id(script), *call))
                 except NoScriptError:
-                    return await self._called(connection, ("EVAL", SCRIPT, *call))
-            except OutOfMemoryError as error:
-                raise EventsFull("the Redis of events is at its maxmemory") from error
+                    return await self._called(connection, ("EVAL", script, *call))
             except ResponseError as error:
                 if not str(error).startswith(FULL):
                     raise
@@ -110,6 +110,11 @@ class EventsRedis:
             found = await durability_of(self._client.execute_command, self.demanded)
         self.found = found
         return found
+
+    async def eviction_policy(self) -> str:
+        """The maxmemory-policy of this Redis, "" where it does not tell."""
+        found = _POLICY.search(await self.ask("INFO", "memory"))
+        return found[1].decode() if found else ""
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -141,6 +146,11 @@ class EventsRedis:
         self.found = await durability_of(partial(_asked, connection), self.demanded)
 
 
+@cache
+def _script_id(script: str) -> str:
+    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+
+
 def _demand(found: FoundDurability, demanded: Durability) -> None:
     if not found.suffices(demanded):
         raise EventsUnavailable(
@@ -168,5 +178,7 @@ async def _reply(connection: AbstractConnection) -> Any:
 def _as_unavailable() -> Iterator[None]:
     try:
         yield
+    except OutOfMemoryError as error:
+        raise EventsFull("the Redis of events is at its maxmemory") from error
     except (RedisError, OSError) as error:
         raise EventsUnavailable(f"the Redis of events: {error or type(error).__name__}") from error

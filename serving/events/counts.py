@@ -7,7 +7,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
 from serving.events.connection import EventsRedis, EventsUnavailable
 from serving.metrics.event_counters import by_label
@@ -45,7 +44,8 @@ class EventCounts(Collector):
         except EventsUnavailable:
             self._gauges = {"up": 0.0}
             return
-        oldest_s = Position.parse(first[0][0]).ms / 1000 if first else float(now[0])
+        # Not a position: producers may write ids of their own, such as microseconds.
+        oldest_s = int(first[0][0].split(b"-")[0]) / 1000 if first else float(now[0])
         self._gauges = {
             "up": float(found.suffices(self._redis.demanded)),
             "stream_bytes": float(size_bytes or 0),

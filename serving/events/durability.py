@@ -36,13 +36,15 @@ async def durability_of(ask: Ask, demanded: Durability) -> FoundDurability:
     demanded.
     """
     try:
-        flat = await ask("CONFIG", "GET", "append*")
+        flat = await ask("CONFIG", "GET", "*append*")
     except ResponseError:  # this user may not, or it is renamed
         flat = []
     told = dict(zip(flat[::2], flat[1::2], strict=False))
     if b"appendonly" in told:
         fsync = told.get(b"appendfsync")
-        if told[b"appendonly"] != b"yes" or fsync not in (b"always", b"everysec"):
+        # While a server rewrites its log and does not write it to disk, half a minute of events may be lost.
+        pauses = told.get(b"no-appendfsync-on-rewrite") == b"yes"
+        if told[b"appendonly"] != b"yes" or pauses or fsync not in (b"always", b"everysec"):
             return FoundDurability("none")
         return FoundDurability("always" if fsync == b"always" else "everysec")
     try:

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 from cache.errors import LarderError
 from cache.format.redis_keys import Keyspace
 from serving.events.acceptor import PIECE
-from serving.events.connection import Command, EventsRedis, EventsUnavailable
+from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
 from serving.events.intake import EventIntake
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,14 @@ for _, each in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
   end
 end
 return gone
+"""
+
+# Both or neither: an entry that is no longer pending and still there would count as lag for ever. No MULTI: at its
+# maxmemory Redis refuses whatever is queued.
+_FINISH = """
+local ids = {unpack(ARGV, 2)}
+redis.call('XACK', KEYS[1], ARGV[1], unpack(ids))
+return redis.call('XDEL', KEYS[1], unpack(ids))
 """
 
 
@@ -79,6 +87,8 @@ class Inbox:
         while True:
             try:
                 await self._redis.ask("XGROUP", "CREATE", self._key, GROUP, "0", "MKSTREAM")
+            except EventsFull:
+                pass  # at maxmemory no group is made, nor looked for: the one that may be there empties the inbox
             except EventsUnavailable as error:
                 if "BUSYGROUP" not in str(error):
                     await asyncio.sleep(PAUSE_S)
@@ -121,9 +131,7 @@ class Inbox:
         there = [(each.id.decode(), each.fields) for each in entries if each.fields]
         await self._intake.take_entries(there)
         ids = [each.id for each in entries]
-        # Both or neither: an entry that is no longer pending and still there would count as lag for ever.
-        done: list[Command] = [("XACK", self._key, GROUP, *ids), ("XDEL", self._key, *ids)]
-        await self._redis.ask_all(done, is_transaction=True)
+        await self._redis.ask("EVAL", _FINISH, 1, self._key, GROUP, *ids)
 
 
 def _entries(found: list[Any]) -> list[InboxEntry]:

@@ -12,14 +12,14 @@ from cache.store.blocklist import Blocklist
 from serving.events.acceptor import Acceptor, EventsBusy
 from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
 from serving.events.counts import ACCEPTED, REPEATED, TOO_MANY, EventCounts
-from serving.events.reading import EventReader, ReadEvents, RejectedEvent
+from serving.events.reading import DETAIL_CHARS, EventReader, ReadEvents, RejectedEvent
 from serving.events.rejections import Rejections
 from serving.requests.errors import Problem
 
 BESIDE: Final = 100
 """Events of one request beyond which they are read in a thread: 100 take about 1 ms."""
 FULL_WAIT_S: Final = 30.0
-"""Seconds that whoever meets a full stream is told to wait: it has room when a night has taken events over."""
+"""Seconds that whoever meets a full stream is told to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class EventIntake:
     redis: EventsRedis
     reader: EventReader
     acceptor: Acceptor
+    inbox_acceptor: Acceptor
+    """Its own: it accepts at Redis' maxmemory, too, or the inbox that fills Redis could never be emptied."""
     rejections: Rejections
     counts: EventCounts
     blocklist: Callable[[], Blocklist]
@@ -73,9 +75,9 @@ class EventIntake:
                 rejected.append((found, fields))
             else:
                 sent.append(fields)
-        told = await self.acceptor.accept(packed)
+        told = await self.inbox_acceptor.accept(packed)
         for problem, fields in rejected:
-            self.rejections.add(problem.reason, problem.message, fields)
+            self.rejections.add(problem.reason, problem.message[:DETAIL_CHARS], fields)
         for fields, each in zip(sent, told, strict=True):
             self._count(each, fields)
         await self.rejections.flush()

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from cache.events.accept import StreamBounds
+from cache.errors import LarderError
+from cache.events.accept import SCRIPT_AT_MAXMEMORY, StreamBounds
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.acceptor import Acceptor
-from serving.events.connection import EventsRedis, EventsUnavailable
+from serving.events.connection import EventsRedis
 from serving.events.counts import EventCounts
 from serving.events.inbox import Inbox
 from serving.events.intake import EventIntake
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _START_S = 2.0
 """Seconds that a start waits for the Redis of events: lookups need none."""
+
+_MAY_EVICT = "maxmemory-policy %s of the Redis of events may evict ids, and repetitions count: set noeviction there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class EventParts:
         counts = EventCounts(redis, keyspace)
         bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
         intake = EventIntake(
-            redis, EventReader(keyspace, events), Acceptor(redis, keyspace, bounds),
+            redis, EventReader(keyspace, events),
+            Acceptor(redis, keyspace, bounds), Acceptor(redis, keyspace, bounds, SCRIPT_AT_MAXMEMORY),
             Rejections(redis, keyspace, counts, events.rejected), counts, blocklist, time.time, time.monotonic,
         )  # fmt: skip
         return cls(redis, intake, Inbox(redis, keyspace, intake, name))
@@ -57,7 +61,10 @@ class EventParts:
             async with asyncio.timeout(_START_S):
                 await self.redis.demand_durability()
                 await self.intake.counts.look()
-        except EventsUnavailable as error:
+                policy = await self.redis.eviction_policy()
+                if self.redis.demanded != "any" and policy.startswith(("volatile", "allkeys")):
+                    log.warning(_MAY_EVICT, policy)
+        except LarderError as error:  # whatever is wrong with events, lookups are answered
             log.warning("no events are accepted for now: %s", error.message)
         except TimeoutError:
             log.warning("no events are accepted for now: their Redis does not answer")
@@ -67,5 +74,6 @@ class EventParts:
         """Ends what is under way, writes what was rejected, and closes the connections."""
         await self.inbox.aclose()
         await self.intake.acceptor.aclose()
+        await self.intake.inbox_acceptor.aclose()
         await self.intake.rejections.step()
         await self.redis.aclose()

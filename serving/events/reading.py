@@ -10,8 +10,10 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from cache.config.events import EventsConfig
+from cache.errors import InvalidId
 from cache.events.accept import PackedEvent, packed
 from cache.events.event import Event
+from cache.format.ids import canonical_id
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
 from serving.requests.errors import Problem, unprocessable
@@ -37,7 +39,8 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
 _TIME_CHARS_MAX = 64
 _BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
-_SHOWN_CHARS = 400
+DETAIL_CHARS: Final = 400
+"""Characters of a rejection in words that are told and kept: what was sent may stand in it."""
 _JSON_FIELD = b"e"
 """Field of an inbox entry that holds all of an event as JSON."""
 
@@ -80,9 +83,9 @@ class EventReader:
         now_us = round(now_s * 1e6)
         for place, sent in enumerate(events):
             try:
-                event = self._checked(self._event(sent, f"events[{place}]", now_us), blocklist)
+                event = self._checked(sent, f"events[{place}]", now_us, blocklist)
             except Problem as problem:
-                told = problem.message[:_SHOWN_CHARS]
+                told = problem.message[:DETAIL_CHARS]
                 found.rejected.append(RejectedEvent(place, problem.reason, told))
             else:
                 found.places.append(place)
@@ -97,16 +100,18 @@ class EventReader:
             raw = fields.get(_JSON_FIELD)
             sent = _of_texts(fields) if raw is None else orjson.loads(raw)
         except (UnicodeDecodeError, orjson.JSONDecodeError) as error:
+            _refuse_erased(fields.get(b"user", b"").decode(errors="replace"), blocklist)
             raise unprocessable("invalid_json", f"the entry is no event: {error}", "e") from error
         if isinstance(sent, dict) and sent.get("id") is None:
             sent = {**sent, "id": entry}
-        return self._checked(self._event(sent, "event", round(now_s * 1e6)), blocklist)
+        return self._checked(sent, "event", round(now_s * 1e6), blocklist)
 
-    def _checked(self, event: Event, blocklist: Blocklist) -> PackedEvent:
+    def _checked(self, sent: object, field: str, now_us: int, blocklist: Blocklist) -> PackedEvent:
         """The event packed; raises Problem for one of who was erased or blocked, and for one that is too large."""
-        user = event.user
-        if user is not None and (user in blocklist.users or user in blocklist.entities):
-            raise unprocessable("erased", "its user is blocked or was erased", None)
+        # First: nothing is kept of it, whatever else is wrong with it.
+        if isinstance(sent, dict):
+            _refuse_erased(sent.get("user"), blocklist)
+        event = self._event(sent, field, now_us)
         found, most = packed(self.keyspace, event), self.config.event_bytes
         if len(found.body) > most:
             what = f"the event has {len(found.body)} bytes, {most} are allowed"
@@ -151,6 +156,15 @@ class EventReader:
             None if told is None else read_features(told, f"{field}.features"),
             None if vector is None else _vector(vector, f"{field}.vector"),
         )  # fmt: skip
+
+
+def _refuse_erased(user: object, blocklist: Blocklist) -> None:
+    try:
+        raw = canonical_id(user)
+    except InvalidId:
+        return
+    if raw in blocklist.users or raw in blocklist.entities:
+        raise unprocessable("erased", "its user is blocked or was erased", None)
 
 
 def read_time(value: object, field: str) -> int:

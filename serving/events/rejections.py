@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from cache.format.redis_keys import Keyspace
-from serving.events.connection import EventsRedis, EventsUnavailable
+from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
 from serving.events.counts import EventCounts
 
 FLUSH_S: Final = 1.0
@@ -49,16 +49,19 @@ class Rejections:
         self._waiting.append(_Rejection(reason, detail, told))
 
     async def flush(self) -> None:
-        """Writes what waits. Raises EventsUnavailable, and then it waits on."""
+        """Writes what waits; at Redis' maxmemory it is dropped. Raises EventsUnavailable, and then it waits on."""
         async with self._writing:
             count = len(self._waiting)
             if not count:
                 return
-            await self._redis.ask_all([
-                ("XADD", self._key, "MAXLEN", "~", self._most, "*",
-                 "reason", each.reason, "detail", each.detail, "event", each.event)
-                for each in self._waiting
-            ])  # fmt: skip
+            try:
+                await self._redis.ask_all([
+                    ("XADD", self._key, "MAXLEN", "~", self._most, "*",
+                     "reason", each.reason, "detail", each.detail, "event", each.event)
+                    for each in self._waiting
+                ])  # fmt: skip
+            except EventsFull:  # the inbox would wait for its rejected ones, and fill Redis further
+                self._counts.dropped += count
             for _ in range(count):
                 self._waiting.popleft()
 
@@ -76,4 +79,7 @@ def _shown(event: Any) -> bytes:
             name.decode(errors="replace"): each.decode(errors="replace")
             for name, each in event.items()
         }
-    return orjson.dumps(event)[:SHOWN_BYTES]
+    try:
+        return orjson.dumps(event)[:SHOWN_BYTES]
+    except orjson.JSONEncodeError:  # it reads JSON that is nested deeper than what it writes
+        return b""

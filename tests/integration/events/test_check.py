@@ -41,15 +41,34 @@ def test_less_than_is_demanded_is_to_be_done(server: DurableRedis, tmp_path: Pat
     assert state == "to do" and "appendfsync always" in words
 
 
-def test_one_that_may_evict_events_is_to_be_changed(server: DurableRedis, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "volatile-ttl"])
+def test_one_that_may_evict_events_or_their_ids_is_to_be_changed(
+    server: DurableRedis, tmp_path: Path, policy: str
+) -> None:
     with server.client() as client:
-        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory-policy", policy)
         try:
             state, words = told(tmp_path, server.url, enabled=True)
         finally:
             client.config_set("maxmemory-policy", "noeviction")
 
-    assert state == "to do" and "allkeys-lru" in words
+    assert state == "to do" and policy in words and "set noeviction" in words
+
+
+def test_one_that_is_shared_with_pages_may_evict_ids_and_says_so(
+    server: DurableRedis, tmp_path: Path
+) -> None:
+    config = NightConfig(
+        redis_url=server.url, events=EventsConfig(enabled=True), base=str(tmp_path)
+    )
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "volatile-lru")
+        try:
+            state, words = LOOKS["events"](config)
+        finally:
+            client.config_set("maxmemory-policy", "noeviction")
+
+    assert state == "ok" and "a repetition may count" in words
 
 
 def test_one_that_is_away_is_named_without_its_password(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cache.events.accept import StreamBounds, call_of
 from cache.format.redis_keys import Keyspace
+from cache.store.blocklist import Blocklist
 from serving.events import inbox as inbox_module
 from serving.events.connection import EventsRedis
 from serving.events.inbox import GROUP
@@ -66,6 +68,23 @@ async def test_what_lies_there_and_what_comes_is_taken_in_and_removed(
     assert [each["item"] for each in found] == [*(f"i-{n}" for n in range(300)), "json", "i-300"]
 
 
+async def test_entries_under_ids_of_a_producers_own_hold_nobody_up(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    # Microseconds as ids: no positions of events. There before the service starts, which looks at the oldest.
+    for sequence in range(2):
+        fields = {"user": "u", "item": f"i-{sequence}", "time": "1"}
+        client.xadd(keyspace.inbox, fields, id=f"1769860800391000-{sequence}")
+    async with intake(server.url, keyspace, inbox=True) as one:
+        await one.parts.intake.counts.look()
+        assert await eventually(lambda: is_empty(client, keyspace))
+
+    assert [each["id"] for each in stream_of(client, keyspace)] == [
+        "1769860800391000-0",
+        "1769860800391000-1",
+    ]
+
+
 async def test_what_is_no_event_is_kept_as_rejected_and_holds_nobody_up(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
@@ -80,6 +99,37 @@ async def test_what_is_no_event_is_kept_as_rejected_and_holds_nobody_up(
         "invalid_json",
     ]
     assert one.results["accepted"] == 1 and len(stream_of(client, keyspace)) == 1
+
+
+async def test_a_malformed_event_of_an_erased_user_leaves_nothing_of_itself(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    broken = [{"user": "gone"}, {"user": "gone", "item": b"\xff"}, {"e": '{"user":"gone","x":1}'}]
+    async with intake(server.url, keyspace, inbox=True) as one:
+        one.blocklist = Blocklist(users=frozenset([b"gone"]))
+        for fields in broken:
+            client.xadd(keyspace.inbox, fields)
+
+        async def all_rejected() -> bool:
+            return one.results["erased"] == len(broken) and await is_empty(client, keyspace)
+
+        assert await eventually(all_rejected)
+        told = await one.take({"user": "gone", "weight": "x"})
+
+    assert [each["reason"] for each in told["rejected"]] == ["erased"]
+    kept = rejected(client, keyspace)
+    assert len(kept) == 4 and "gone" not in str(kept)
+
+
+async def test_words_of_a_rejection_are_cut(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    client.xadd(keyspace.inbox, {"user": "u", "item": "i", "x" * 5_000: "1"})
+    async with intake(server.url, keyspace, inbox=True):
+        assert await eventually(lambda: is_empty(client, keyspace))
+
+    (kept,) = rejected(client, keyspace)
+    assert kept["reason"] == "unknown_field" and len(kept["detail"]) <= 400
 
 
 async def test_two_consumers_share_the_inbox(
@@ -158,6 +208,22 @@ async def test_a_full_stream_leaves_the_inbox_as_it_is(
 
         assert await eventually(lambda: is_empty(client, keyspace))
     assert len(stream_of(client, keyspace)) == 5
+
+
+async def test_an_inbox_is_emptied_at_redis_maxmemory_whoever_starts(
+    tmp_path: Path, keyspace: Keyspace
+) -> None:
+    with durable_redis(tmp_path, maxmemory="100mb") as small, small.client() as client:
+        client.xgroup_create(keyspace.inbox, GROUP, "0", mkstream=True)
+        client.xadd(keyspace.inbox, {"user": "u"})
+        write(client, keyspace, *range(300))
+        client.config_set("maxmemory", "1")
+        async with intake(small.url, keyspace, inbox=True) as one:
+            assert await eventually(lambda: is_empty(client, keyspace))
+
+        assert len(stream_of(client, keyspace)) == 300
+        # It was rejected, and there is no room to keep why.
+        assert one.results["missing_field"] == 1 and one.parts.intake.counts.dropped == 1
 
 
 async def test_an_inbox_that_is_gone_with_its_group_begins_anew(

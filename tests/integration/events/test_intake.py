@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from cache.events.position import Position
@@ -64,6 +65,31 @@ async def test_what_is_rejected_is_told_beside_the_others_counted_and_kept(
     assert one.results["too_many"] == one.results["erased"] == 1
 
 
+async def test_a_user_and_an_item_of_one_id_are_no_repetition_and_bounded_each(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace, of_one=1) as one:
+        told = await one.take(
+            {"user": "7", "id": "1", "attributes": {"country": "NL"}},
+            {"item": "7", "id": "1", "attributes": {"price": 2}},
+        )
+
+    assert (told["accepted"], told["repeated"], told["rejected"]) == (2, 0, [])
+    assert len(stream_of(client, keyspace)) == 2
+
+
+async def test_a_rejected_event_too_deep_to_be_written_is_counted_and_told(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    deep = orjson.loads(b'{"id":"1","user":' + b"[" * 600 + b"]" * 600 + b"}")
+    async with intake(server.url, keyspace) as one:
+        told = await one.take(event(0), deep)
+
+    assert told["accepted"] == 1
+    assert [each["reason"] for each in told["rejected"]] == ["missing_field"]
+    assert [each["event"] for each in rejected(client, keyspace)] == [""]
+
+
 async def test_a_flood_by_one_user_costs_others_nothing(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
@@ -120,6 +146,54 @@ async def test_a_redis_at_its_maxmemory_is_full(tmp_path: Path, keyspace: Keyspa
 
     assert caught.value.reason == "events_full"
     assert (told["accepted"], told["repeated"]) == (1, 1)
+
+
+async def test_a_repetition_is_a_write_so_that_waiting_for_the_disk_waits_for_it(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    async with intake(server.url, keyspace) as one:
+        await one.take(event(0))
+        (id_key,) = client.keys(keyspace.event_ids + b"*")
+        client.pexpire(id_key, 10_000)
+
+        assert (await one.take(event(0)))["repeated"] == 1
+
+    assert client.pttl(id_key) > 10_000
+
+
+async def test_positions_hold_while_redis_clock_stands_still(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    # An entry of tomorrow: to Redis its clock stands still until then.
+    ms = int(client.time()[0]) * 1000 + 86_400_000
+    client.xadd(keyspace.events, {"e": "{}"}, id=f"{ms}-{(1 << 19) - 1}")
+    async with intake(server.url, keyspace) as one:
+        first = await one.take(event(0))
+        told = await one.take(event(1), event(2))
+        client.xtrim(keyspace.events, maxlen=0, approximate=False)
+        last = await one.take(event(3))
+
+    assert [each["position"] for each in (first, told, last)] == [
+        f"{ms}-{1 << 19}",
+        f"{ms + 1}-1",
+        f"{ms + 1}-2",
+    ]
+
+
+async def test_a_policy_that_evicts_ids_is_told_in_the_log(
+    server: DurableRedis, client: Any, keyspace: Keyspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def warned(**events: Any) -> bool:
+        caplog.clear()
+        async with intake(server.url, keyspace, inbox=True, **events):
+            return "volatile-lru" in caplog.text
+
+    assert not await warned(durability="always")
+    client.config_set("maxmemory-policy", "volatile-lru")
+    try:
+        assert await warned(durability="always") and not await warned(durability="any")
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
 
 
 async def test_less_durability_than_demanded_accepts_nothing_until_it_is_mended(

@@ -25,7 +25,9 @@ class FakeEventsRedis:
         self.fails_with: Exception | None = None
         self._number = 0
 
-    async def accept(self, keys: Sequence[bytes], arguments: Sequence[Any]) -> list[bytes]:
+    async def accept(
+        self, keys: Sequence[bytes], arguments: Sequence[Any], script: str
+    ) -> list[bytes]:
         bodies = list(arguments[3:])
         assert len(keys) == 1 + 2 * len(bodies)
         self.calls.append(bodies)

@@ -31,6 +31,9 @@ def said(appendonly: bytes, fsync: bytes) -> list[bytes]:
     return [b"appendfsync", fsync, b"appendonly", appendonly, b"appendfilename", b"x"]
 
 
+PAUSES = [b"no-appendfsync-on-rewrite", b"yes"]
+
+
 @pytest.mark.parametrize(
     ("ask", "demanded", "expected"),
     [
@@ -38,6 +41,7 @@ def said(appendonly: bytes, fsync: bytes) -> list[bytes]:
         (server(said(b"yes", b"everysec")), "always", FoundDurability("everysec")),
         (server(said(b"yes", b"no")), "any", FoundDurability("none")),
         (server(said(b"no", b"always")), "any", FoundDurability("none")),
+        (server([*said(b"yes", b"always"), *PAUSES]), "always", FoundDurability("none")),
         (server(None, b"# Persistence\r\naof_enabled:0\r\n"), "any", FoundDurability("none")),
         (server(None, b"aof_enabled:1\r\n"), "everysec", FoundDurability("unknown")),
         (server(None, b"aof_enabled:1\r\n", has_waitaof=True), "any", FoundDurability("unknown")),

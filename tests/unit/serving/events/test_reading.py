@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.config.events import EventsConfig
+from cache.errors import ConfigError
 from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
@@ -229,3 +230,8 @@ def test_an_entry_that_is_no_event_is_rejected(fields: dict[str, str], reason: s
 def test_an_entry_that_is_no_utf8_is_rejected() -> None:
     with pytest.raises(Problem, match="no event"):
         READER.of_inbox({b"user": b"\xff"}, "1-0", NOW_S, NOBODY)
+
+
+def test_events_are_no_larger_than_a_sample_of_the_stream_judges_well() -> None:
+    with pytest.raises(ConfigError, match="event_bytes"):
+        EventsConfig(event_bytes=4_097)

@@ -1,0 +1,78 @@
+"""Events of any number on their way into requests, each with a deadline of its own."""
+
+import itertools
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.client import Client, Policy
+from serving.client import events as events_module
+from serving.client.calls import Call
+from serving.client.events import NewEvent, event_calls, send_events
+from serving.client.loop_thread import LoopThread
+
+BODY = {"accepted": 1, "repeated": 0, "rejected": [], "durability": "none", "position": "1-0"}
+
+
+class FakeSender:
+    """Keeps the deadline of each request, and answers."""
+
+    def __init__(self) -> None:
+        self.until: list[float] = []
+
+    async def send(self, call: Call, until: float) -> bytes:
+        self.until.append(until)
+        return orjson.dumps(BODY)
+
+
+def sizes(count: int, max_batch: int, text_bytes: int = 1) -> list[int]:
+    events = [NewEvent(n, user="u", item="x" * text_bytes) for n in range(count)]
+    calls = event_calls(events, max_batch)
+    sent = [orjson.loads(each.call.content or b"")["events"] for each in calls]
+    assert [int(event["id"]) for events in sent for event in events] == [*range(count)]
+    found = [len(each) for each in sent]
+    assert [each.at for each in calls] == [0, *itertools.accumulate(found)][: len(calls)]
+    return found
+
+
+@given(st.integers(0, 40), st.integers(1, 10))
+def test_requests_have_all_events_in_their_order(count: int, max_batch: int) -> None:
+    assert all(0 < each <= max_batch for each in sizes(count, max_batch))
+
+
+def test_a_request_has_as_many_bytes_as_the_service_takes() -> None:
+    assert sizes(10, 1_000, text_bytes=1 << 20) == [3, 3, 3, 1]
+    # What is too large alone goes alone: the service says so.
+    assert sizes(2, 1_000, text_bytes=events_module.BODY_BYTES + 1) == [1, 1]
+
+
+async def test_each_request_has_a_deadline_of_its_own() -> None:
+    sender, clock = FakeSender(), itertools.count(10.0, 5.0)
+    calls = event_calls([NewEvent(n, user="u", item="i") for n in range(3)], 1)
+
+    told = await send_events(sender, calls, lambda: next(clock))  # type: ignore[arg-type]
+
+    assert sender.until == [10.0, 15.0, 20.0] and told.accepted == 3
+
+
+def test_the_blocking_client_waits_as_long_as_all_requests_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+    run = LoopThread.run
+
+    def watched(thread: LoopThread, work: Any, within_s: float) -> Any:
+        waits.append(within_s)
+        return run(thread, work, within_s)
+
+    monkeypatch.setattr(LoopThread, "run", watched)
+    transport = httpx.MockTransport(lambda _: httpx.Response(202, json=BODY))
+    policy = Policy(deadline_ms=2_000, max_batch=10)
+    with Client("http://larder", policy=policy, transport=transport) as larder:
+        receipt = larder.send_events([NewEvent(n, user="u", item="i") for n in range(25)])
+
+    assert waits == [6.0] and receipt.accepted == 3
