@@ -67,7 +67,7 @@ def test_the_table_is_the_one_with_these_values(
     unusable = Unusable()
 
     found = with_event_values(
-        batches(ids, rows, size), values, source="t", kind="user", unusable=unusable, adds=adds
+        batches(ids, rows, size), values, kind="user", unusable=unusable, adds=adds
     )
 
     wanted = [(id_, row | dict(values.get(id_.encode(), {}))) for id_, row in told]
@@ -88,7 +88,7 @@ def test_the_columns_keep_their_types() -> None:
     values: EntityValues = {b"a": {"age": 2, "score": 2, "home": "y", "coded": "new", "taste": [3]}}
 
     found = with_event_values(
-        batches(["a", "b"], [row, row], 2), values, source="t", kind="user", unusable=Unusable()
+        batches(["a", "b"], [row, row], 2), values, kind="user", unusable=Unusable()
     )
 
     ((_, columns),) = found
@@ -107,11 +107,11 @@ def test_a_value_of_another_kind_is_noted_and_is_none(name: str, value: Any) -> 
     unusable = Unusable()
 
     found = with_event_values(
-        batches(["a"], [row], 1), {b"a": {name: value}}, source="t", kind="item", unusable=unusable
+        batches(["a"], [row], 1), {b"a": {name: value}}, kind="item", unusable=unusable
     )
 
     assert rows_of(found) == [("a", row | {name: None})]
-    (noted,) = unusable.to_json()[f"t.{name}"]["reasons"].values()
+    (noted,) = unusable.to_json()[f"events.{name}"]["reasons"].values()
     assert noted == {"rows": 1, "cases": [{"item": "a"}]}
 
 
