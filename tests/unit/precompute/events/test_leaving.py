@@ -42,8 +42,8 @@ def left(stream: Stream) -> list[Position]:
     return [Position.parse(each) for each, _ in entries(stream.client, stream.keys.events)]
 
 
-def trimmed(stream: Stream, keep_s: float = -60.0) -> int:
-    return trim(stream.store, stream.client, stream.keys, keep_s=keep_s)
+def trimmed(stream: Stream, keep_s: float = -60.0, stream_bytes: int = 1 << 30) -> int:
+    return trim(stream.store, stream.client, stream.keys, keep_s=keep_s, stream_bytes=stream_bytes)
 
 
 def test_what_no_file_has_stays(stream: Stream) -> None:
@@ -57,6 +57,16 @@ def test_what_is_young_stays(stream: Stream) -> None:
     assert trimmed(stream, keep_s=3_600.0) == 0
 
     assert left(stream) == list(stream.added)
+
+
+def test_a_stream_that_is_half_full_keeps_nothing_for_its_age(stream: Stream) -> None:
+    taken_up = int(stream.client.memory_usage(stream.keys.events) or 0)
+    assert trimmed(stream, keep_s=3_600.0, stream_bytes=2 * taken_up) == 0
+    begun(stream, list(stream.added)[2])
+
+    assert trimmed(stream, keep_s=3_600.0, stream_bytes=2 * taken_up - 2) == 3
+
+    assert left(stream) == list(stream.added)[3:]
 
 
 @pytest.mark.parametrize(("place", "gone"), [(None, 4), (0, 1), (1, 2), (3, 4)])
