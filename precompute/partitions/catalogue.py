@@ -13,6 +13,7 @@ from cache.errors import SourceError
 from cache.format.directory import Directory, map_file
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
+from cache.format.manifest import EntityKind
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import write_atomically
 from precompute.bundles.bundle import Bundle
@@ -41,10 +42,10 @@ ITEM_ROWS = "item_features"
 """Name of the feature table of items in reports."""
 
 
-def item_inputs(bundle: Bundle) -> list[InputSpec]:
-    """Inputs that models of items take from feature columns."""
+def feature_inputs(bundle: Bundle, entity: EntityKind) -> list[InputSpec]:
+    """Inputs that models of one kind of entities take from feature columns."""
     return [
-        each for model in bundle.models if model.entity == "item" for each in model.spec.features
+        each for model in bundle.models if model.entity == entity for each in model.spec.features
     ]
 
 
@@ -129,7 +130,7 @@ def _listed(config: NightConfig, bundle: Bundle, events: EntityValues, unusable:
     )
     # What an event set wrongly is noted where the columns are pinned.
     for ids, values in with_event_values(
-        read, events, kind="item", unusable=Unusable(), inputs=item_inputs(bundle)
+        read, events, kind="item", unusable=Unusable(), inputs=feature_inputs(bundle, "item")
     ):
         chunks.append(ids.texts())
         is_changed = as_rows(pc.is_in(chunks[-1], value_set=changed))

@@ -17,7 +17,7 @@ from precompute.config.settings import NightConfig
 from precompute.partitions.catalogue import (
     ITEM_FEATURES,
     ITEM_ROWS,
-    item_inputs,
+    feature_inputs,
     ordinals_of_texts,
 )
 from precompute.sources.event_values import NO_VALUES, EntityValues, with_event_values
@@ -78,7 +78,7 @@ def write_item_features(
 
     They have the `values` that events set. Those that a value model cannot use are noted: the item has no record of it.
     """
-    inputs = item_inputs(bundle)
+    inputs = feature_inputs(bundle, "item")
     columns = sorted({str(each.column) for each in inputs})
     if not columns:
         return None

@@ -1,7 +1,8 @@
 """Values of attributes that events set, for users and items: read from files of events, and put into feature tables."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Self
@@ -38,10 +39,16 @@ class EventValues(NamedTuple):
     items: EntityValues = NO_VALUES
 
     @classmethod
-    def read(cls, files: Sequence[SourceFile], without: Mapping[Kind, Iterable[bytes]]) -> Self:
+    def read(
+        cls,
+        files: Sequence[SourceFile],
+        without: Mapping[Kind, Iterable[bytes]],
+        wanted: Mapping[Kind, Collection[str]],
+    ) -> Self:
         """Reads files of events, in the order of their positions, but for who was erased.
 
-        Raises SourceError naming a file that cannot be read, CorruptArtefact for what is no event.
+        Of the attributes those that are `wanted`: whatever else is sent takes no memory, nor anything's place. Raises
+        SourceError naming a file that cannot be read, CorruptArtefact for what is no event.
         """
         found = AttributeEvents()
         for path in files:
@@ -52,11 +59,21 @@ class EventValues(NamedTuple):
                         some.column(name).to_pylist() for name in ("position", "event")
                     )
                     for number, text in zip(numbers, texts, strict=True):
-                        found.add(Position.of_number(number), Event.from_bytes(text.encode()))
+                        event = _only(Event.from_bytes(text.encode()), wanted)
+                        found.add(Position.of_number(number), event)
         for kind, raws in without.items():
             for raw in raws:
                 found.forget(kind, raw)
         return cls(found.all_values("user"), found.all_values("item"))
+
+
+def _only(event: Event, wanted: Mapping[Kind, Collection[str]]) -> Event:
+    """The event with these attributes alone."""
+    kind = event.kind
+    if not event.attributes or kind == "interaction":
+        return event
+    kept = {name: value for name, value in event.attributes.items() if name in wanted[kind]}
+    return replace(event, attributes=kept)
 
 
 def digest_of(values: EntityValues, columns: Iterable[str]) -> str:
