@@ -29,6 +29,9 @@ def run(config: NightConfig) -> Step:
         )
     store = config.store()
     erased = Erased.of(all_erasures(store))
+    forget_in_files(
+        store, erased, newest_alone=True
+    )  # who wrote it may have been killed before it looked again
     with connect_events(config) as client:
         found = take(store, client, config.keyspace(), erased=erased)
     if (now := Erased.of(all_erasures(store))) != erased:  # written down while files were
