@@ -109,7 +109,7 @@ def run(
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    taken = take_events.run(night.config) if night.config.events.enabled else {}
+    taken = take_events.for_night(night) if night.config.events.enabled else {}
     found = run(
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
         events_until=taken.get("events_until"), progress=night.progress,
