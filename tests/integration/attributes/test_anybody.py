@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cache.config.events import EventsConfig
 from cache.events.event import Event
@@ -19,7 +20,7 @@ def wrong(config: NightConfig) -> list[Event]:
     """Events that say nothing usable: values of no kind that is wanted, and clicks on what nobody knows."""
     users = [row["user"].encode() for row in rows_of(config, "users.parquet")]
     items = [row["item"].encode() for row in rows_of(config, "items.parquet")]
-    values = [
+    values: list[tuple[bytes | None, bytes | None, dict[str, Any]]] = [
         (None, items[0], {"stock": "much"}), (None, items[1], {"stock": 7, "brand": 7}),
         (None, items[2], {"looks": [0.5] * 3}), (None, items[3], {"looks": "good"}),
         (None, items[4], {"looks": None}), (users[0], None, {"country": "far"}), (users[1], None, {"country": [2]}),
