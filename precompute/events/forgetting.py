@@ -15,18 +15,21 @@ from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
-from precompute.erasures.erasure import Erased, Erasure
+from precompute.erasures.erasure import Erased, Erasure, all_erasures
 from precompute.events.files import parquet, path_of, taken, until_of
 from precompute.events.stream import entries
 
 
 def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
-    """Remove the events of erased entities, from the stream first: a night that takes it over leaves them out."""
-    erased = Erased.of(erasures)
-    if config.events.enabled:
+    """Remove the events of erased entities, from the stream first: a night that takes it over leaves them out.
+
+    Also where no events are taken in any more: what came before may lie there still.
+    """
+    erased, store = Erased.of(erasures), config.store()
+    if config.events.enabled or config.events_url or taken(store):
         with connect_events(config) as client:
             forget_in_stream(client, config.keyspace(), erased)
-    forget_in_files(config.store(), erased)
+    forget_in_files(store, erased)
 
 
 def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: Erased) -> int:
@@ -50,10 +53,25 @@ def _names(fields: dict[bytes, bytes], erased: Erased) -> bool:
     return event.user in erased.users or event.item in erased.items
 
 
-def forget_in_files(store: ArtefactStore, erased: Erased) -> int:
-    """Write the files that name somebody again, without; how many there were."""
+def forget_in_files(store: ArtefactStore, erased: Erased, *, newest_alone: bool = False) -> int:
+    """Write the files that name somebody again, without, until nobody else was erased meanwhile; how many writes.
+
+    Of two hosts that write one file at a time the later brings those back whom only the other one left out; whom that
+    was, it sees by looking at all erasures behind its own writing.
+    """
+    changed, done = 0, None
+    while erased != done:
+        written = _write_without(store, erased, newest_alone)
+        changed, done = changed + written, erased
+        if written:
+            erased = Erased.of(all_erasures(store))
+    return changed
+
+
+def _write_without(store: ArtefactStore, erased: Erased, newest_alone: bool) -> int:
     changed = 0
-    for after in taken(store) if erased.users or erased.items else ():
+    afters = taken(store)[-1 if newest_alone else 0 :]
+    for after in afters if erased.users or erased.items else ():
         path = path_of(after)
         raw = store.read(path) or b""
         until, table = until_of(raw, path), pq.read_table(io.BytesIO(raw))

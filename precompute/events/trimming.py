@@ -13,14 +13,19 @@ from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from precompute.events.files import last_taken
 
 
-def trim(store: ArtefactStore, client: "redis.Redis", keys: Keyspace, *, keep_s: float) -> int:
+def trim(
+    store: ArtefactStore, client: "redis.Redis", keys: Keyspace, *, keep_s: float, stream_bytes: int
+) -> int:
     """Remove events that files have, that all generations in the store have, and that are older than `keep_s`.
 
-    Returns how many. What cannot be told keeps all of them.
+    Returns how many. What cannot be told keeps all of them. A stream that takes more than half of its `stream_bytes`
+    keeps none for their age: once it is full, it refuses all that is new.
     """
-    seconds, micros = client.time()
-    kept_ms = max(0, int((seconds + micros / 1e6 - keep_s) * 1000))
-    bound = min([last_taken(store), Position(kept_ms, 0), *_held(store)])
+    bounds = [last_taken(store), *_held(store)]
+    if int(client.memory_usage(keys.events) or 0) <= stream_bytes // 2:
+        seconds, micros = client.time()
+        bounds.append(Position(max(0, int((seconds + micros / 1e6 - keep_s) * 1000)), 0))
+    bound = min(bounds)
     if bound == BEGINNING:
         return 0
     # What is below the id goes, and the bound itself is had.

@@ -13,6 +13,7 @@ from cache.errors import SourceError
 from cache.format.directory import Directory, map_file
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
+from cache.format.manifest import EntityKind
 from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import write_atomically
 from precompute.bundles.bundle import Bundle
@@ -25,7 +26,7 @@ from precompute.sources.event_values import NO_VALUES, EntityValues, with_event_
 from precompute.sources.features import read_values
 from precompute.sources.files import source_file
 from precompute.sources.readers import read_features
-from precompute.sources.unusable import AGAIN, CASES, NO_VALUE, Case, Unusable
+from precompute.sources.unusable import AGAIN, CASES, EVENTS, NO_VALUE, Case, Unusable
 from precompute.sources.vocabulary import AT_ONCE, repeats_in
 
 IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
@@ -39,6 +40,13 @@ IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
 ITEM_TOWER = "item_tower"
 ITEM_ROWS = "item_features"
 """Name of the feature table of items in reports."""
+
+
+def feature_inputs(bundle: Bundle, entity: EntityKind) -> list[InputSpec]:
+    """Inputs that models of one kind of entities take from feature columns."""
+    return [
+        each for model in bundle.models if model.entity == entity for each in model.spec.features
+    ]
 
 
 def needs_index(bundle: Bundle) -> bool:
@@ -116,12 +124,17 @@ def _listed(config: NightConfig, bundle: Bundle, events: EntityValues, unusable:
     read = read_features(
         path, config.sources.item_column, columns, source=ITEM_ROWS, unusable=unusable
     )
+    changed = pa.array(
+        [raw.decode() for raw, each in events.items() if not each.keys().isdisjoint(columns)],
+        pa.string(),
+    )
     # What an event set wrongly is noted where the columns are pinned.
     for ids, values in with_event_values(
-        read, events, source=ITEM_ROWS, kind="item", unusable=Unusable()
+        read, events, kind="item", unusable=Unusable(), inputs=feature_inputs(bundle, "item")
     ):
         chunks.append(ids.texts())
-        usable.append(_note_values(chunks[-1], values, specs, path.name, unusable))
+        is_changed = as_rows(pc.is_in(chunks[-1], value_set=changed))
+        usable.append(_note_values(chunks[-1], values, specs, path.name, is_changed, unusable))
     listed, kept = pa.chunked_array(chunks, pa.string()), np.concatenate(usable)
     if len(again := repeats_in(listed)):
         cases = ({"item": listed[row].as_py(), "file": path.name} for row in again[:CASES].tolist())
@@ -135,10 +148,17 @@ def _note_values(
     values: Mapping[str, Any],
     specs: Sequence[InputSpec],
     file: str,
+    is_changed: NDArray[np.bool_],
     unusable: Unusable,
 ) -> NDArray[np.bool_]:
-    """Mask of rows with every value; those that say nothing are noted, missing ones too: an item needs them."""
+    """Mask of rows with every value; those that say nothing are noted, missing ones too: an item needs them.
+
+    Those that events changed are noted as of the events.
+    """
     usable = np.ones(len(texts), np.bool_)
+    of_events = f"{EVENTS}.{ITEM_ROWS}"
+    if is_changed.any():
+        unusable.looked_at(of_events, int(is_changed.sum()))
 
     def case(row: int) -> Case:
         return {"item": texts[row].as_py(), "file": file}
@@ -146,7 +166,8 @@ def _note_values(
     for spec in specs:
         found = read_values(values[str(spec.column)], spec)
         bad = {f"{spec.column}: {NO_VALUE}": found.missing, **found.bad}
-        unusable.note_rows(ITEM_ROWS, {why: rows & usable for why, rows in bad.items()}, case)
+        for source, ours in ((ITEM_ROWS, usable & ~is_changed), (of_events, usable & is_changed)):
+            unusable.note_rows(source, {why: rows & ours for why, rows in bad.items()}, case)
         usable &= found.usable
     return usable
 

@@ -1,5 +1,6 @@
 """Attributes of items, by which requests filter: columns of the item features by ordinal, in types of their own."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +32,7 @@ from precompute.sources.columns import as_rows, is_text
 from precompute.sources.event_values import NO_VALUES, EntityValues
 from precompute.sources.files import SourceFile, feature_file
 from precompute.sources.moments import microseconds
-from precompute.sources.unusable import NOT_FINITE, Unusable
+from precompute.sources.unusable import EVENTS, NOT_FINITE, Unusable
 
 FOLDER: Final = "items/attributes"
 _EXACT: Final = 2**53
@@ -97,10 +98,12 @@ def _with_values(
     found = with_values(
         ItemAttributes(count, {n: _as_column(*each) for n, each in columns.items()}), given
     )
+    for name, rows in Counter(each.attribute for each in given).items():
+        unusable.looked_at(f"{EVENTS}.{name}", rows)
     for name, reasons in found.unfit.items():
         for why, ordinals in reasons.items():
             cases = ({"item": items.id_of(each)} for each in ordinals)
-            unusable.note(f"{ITEM_ROWS}.{name}", why, len(ordinals), cases)
+            unusable.note(f"{EVENTS}.{name}", why, len(ordinals), cases)
     return {name: (each.kind, _as_arrays(each)) for name, each in found.attributes.columns.items()}
 
 

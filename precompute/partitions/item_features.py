@@ -14,7 +14,12 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import write_atomically
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
-from precompute.partitions.catalogue import ITEM_FEATURES, ITEM_ROWS, ordinals_of_texts
+from precompute.partitions.catalogue import (
+    ITEM_FEATURES,
+    ITEM_ROWS,
+    feature_inputs,
+    ordinals_of_texts,
+)
 from precompute.sources.event_values import NO_VALUES, EntityValues, with_event_values
 from precompute.sources.features import read_values, wide
 from precompute.sources.files import SourceFile, feature_file
@@ -73,18 +78,16 @@ def write_item_features(
 
     They have the `values` that events set. Those that a value model cannot use are noted: the item has no record of it.
     """
-    columns = sorted({
-        str(each.column)
-        for model in bundle.models if model.entity == "item"
-        for each in model.spec.features
-    })  # fmt: skip
+    inputs = feature_inputs(bundle, "item")
+    columns = sorted({str(each.column) for each in inputs})
     if not columns:
         return None
     path = feature_file(config, "item", columns[0])
     noted = Unusable() if unusable is None else unusable
     placed = columns_by_ordinal(
-        path, config.sources.item_column, columns, items, values=values, unusable=noted
-    )
+        path, config.sources.item_column, columns, items,
+        values=values, inputs=inputs, unusable=noted,
+    )  # fmt: skip
     for spec in {
         each
         for model in bundle.values.values()
@@ -107,15 +110,16 @@ def columns_by_ordinal(
     items: ItemTable,
     *,
     values: EntityValues = NO_VALUES,
+    inputs: Sequence[InputSpec] = (),
     unusable: Unusable | None = None,
 ) -> dict[str, Any]:
     """Columns of a feature table as Arrow arrays with a value for each item, null for one that is not in it.
 
-    With the `values` that events set; those of another kind than their column are noted.
+    With the `values` that events set; those that their column cannot hold, or one of `inputs` not use, are noted.
     """
     noted = Unusable() if unusable is None else unusable
     read = read_features(path, id_column, columns)
-    batches = list(with_event_values(read, values, source=ITEM_ROWS, kind="item", unusable=noted))
+    batches = list(with_event_values(read, values, kind="item", unusable=noted, inputs=inputs))
     ordinals = np.concatenate([_ordinals(items, ids.texts()) for ids, _ in batches])
     known = np.flatnonzero(ordinals >= 0)[::-1]  # of an item that comes twice, its first row
     rows = np.full(items.count, -1, np.int64)

@@ -215,8 +215,20 @@ def _write(
 
         made = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, both))))
         for batch, hashes, places in made:
-            shards = shard_of(hashes, config.shards).astype(np.uint16)
-            codes, ordinals = batch.users.codes, places[batch.items.codes]
+            ordinals = places[batch.items.codes]
+            known = ordinals[ordinals >= 0]
+            popularity += np.bincount(known, minlength=items.count)
+            if (places < 0).any():
+                nameless = batch.items.names.filter(pa.array(places < 0))
+                unknown.add(text_hashes(nameless, UNKNOWN_SEED))
+            count += len(ordinals)
+            without_item += len(ordinals) - len(known)
+            progress(count)
+            if batch.positions is not None and len(known) < len(ordinals):
+                # Anybody sends events: users of items that nobody knows would make the coverage as low as they like.
+                batch = batch.only(ordinals >= 0)
+                hashes, ordinals = hashes_of_names(batch.users, seed, hasher), known
+            codes, shards = batch.users.codes, shard_of(hashes, config.shards).astype(np.uint16)
             ids.write(pa.table([batch.users.names, hashes], schema=IDS), shards)
             placed_rows = [hashes[codes], ordinals, batch.times]
             if config.events.enabled:
@@ -225,14 +237,6 @@ def _write(
             rows.write(pa.table(placed_rows, schema=schema), shards[codes])
             if touched is not None:
                 touched.write(pa.table([hashes], schema=_TOUCHED), shards)
-            known = ordinals[ordinals >= 0]
-            popularity += np.bincount(known, minlength=items.count)
-            if (places < 0).any():
-                nameless = batch.items.names.filter(pa.array(places < 0))
-                unknown.add(text_hashes(nameless, UNKNOWN_SEED))
-            count += len(codes)
-            without_item += len(codes) - len(known)
-            progress(count)
     return InteractionCounts(count, without_item, popularity, unknown.all(), newer)
 
 

@@ -65,9 +65,9 @@ def write_features(
                 path, config.sources.user_column, columns, source=USER_ROWS, unusable=unusable
             ),
             values,
-            source=USER_ROWS,
             kind="user",
             unusable=unusable,
+            inputs=inputs,
             adds=True,
         )
     filled = dict.fromkeys(inputs, 0)

@@ -89,6 +89,10 @@ class ShardReuse:
         kept = KeptShard.open(base, shard, stored, computed_by(device))
         if kept is None:
             return None
+        tower = bundle.user_tower
+        publishes_features = made.config.events.enabled and bool(tower.spec.features)
+        if publishes_features and base.model_digest(tower.name) != tower.digest:
+            return None  # those that the base published are of another one
         lists = {name: each for name, each in tables.items() if each.kind == "user_topk"}
         changes = ItemChanges.open(made) if made.need("embed_items")["changes"] else None
         if changes is None and (kept.seen is not None or lists.keys() & stored.keys()):

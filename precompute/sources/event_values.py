@@ -1,7 +1,8 @@
 """Values of attributes that events set, for users and items: read from files of events, and put into feature tables."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Self
@@ -15,11 +16,13 @@ import pyarrow.parquet
 from cache.events.attribute_events import AttributeEvents
 from cache.events.event import Event
 from cache.events.position import Position
+from cache.model.tower_spec import InputSpec
 from precompute.sources.columns import Ids, is_text
+from precompute.sources.features import read_values
 from precompute.sources.files import SourceFile, readable
 from precompute.sources.formats import BATCH_ROWS
 from precompute.sources.readers import reading
-from precompute.sources.unusable import Case, Unusable
+from precompute.sources.unusable import EVENTS, Unusable
 
 Kind = Literal["user", "item"]
 EntityValues = Mapping[bytes, Mapping[str, Any]]
@@ -36,10 +39,16 @@ class EventValues(NamedTuple):
     items: EntityValues = NO_VALUES
 
     @classmethod
-    def read(cls, files: Sequence[SourceFile], without: Mapping[Kind, Iterable[bytes]]) -> Self:
+    def read(
+        cls,
+        files: Sequence[SourceFile],
+        without: Mapping[Kind, Iterable[bytes]],
+        wanted: Mapping[Kind, Collection[str]],
+    ) -> Self:
         """Reads files of events, in the order of their positions, but for who was erased.
 
-        Raises SourceError naming a file that cannot be read, CorruptArtefact for what is no event.
+        Of the attributes those that are `wanted`: whatever else is sent takes no memory, nor anything's place. Raises
+        SourceError naming a file that cannot be read, CorruptArtefact for what is no event.
         """
         found = AttributeEvents()
         for path in files:
@@ -50,11 +59,21 @@ class EventValues(NamedTuple):
                         some.column(name).to_pylist() for name in ("position", "event")
                     )
                     for number, text in zip(numbers, texts, strict=True):
-                        found.add(Position.of_number(number), Event.from_bytes(text.encode()))
+                        event = _only(Event.from_bytes(text.encode()), wanted)
+                        found.add(Position.of_number(number), event)
         for kind, raws in without.items():
             for raw in raws:
                 found.forget(kind, raw)
         return cls(found.all_values("user"), found.all_values("item"))
+
+
+def _only(event: Event, wanted: Mapping[Kind, Collection[str]]) -> Event:
+    """The event with these attributes alone."""
+    kind = event.kind
+    if not event.attributes or kind == "interaction":
+        return event
+    kept = {name: value for name, value in event.attributes.items() if name in wanted[kind]}
+    return replace(event, attributes=kept)
 
 
 def digest_of(values: EntityValues, columns: Iterable[str]) -> str:
@@ -73,15 +92,15 @@ def with_event_values(
     batches: Iterable[_Found],
     values: EntityValues,
     *,
-    source: str,
     kind: Kind,
     unusable: Unusable,
+    inputs: Iterable[InputSpec] = (),
     adds: bool = False,
 ) -> Iterator[_Found]:
     """Batches of a feature table whose columns have the values that events set.
 
-    A value that is not of its column's type is noted under `source`, and then there is none, as for one that was
-    cleared. Where it `adds`, ids that no row has get one.
+    A value that is not of its column's type, or that one of `inputs` cannot use, is noted as of the events, and then
+    there is none, as for one that was cleared. Where it `adds`, ids that no row has get one.
     """
     rest = iter(batches)
     first = next(rest, None) if values else None
@@ -89,7 +108,7 @@ def with_event_values(
         yield from rest
         return
     types = {name: each.type for name, each in first[1].items()}
-    columns = _read(types, values, source, kind, unusable)
+    columns = _read(types, values, kind, list(inputs), unusable)
     raws = sorted(set().union(*columns.values()))
     names = pa.array([raw.decode() for raw in raws], pa.string())
     seen = np.zeros(len(raws), np.bool_)
@@ -121,23 +140,33 @@ def _rows_of_new(
 
 
 def _read(
-    types: Mapping[str, Any], values: EntityValues, source: str, kind: Kind, unusable: Unusable
+    types: Mapping[str, Any],
+    values: EntityValues,
+    kind: Kind,
+    inputs: Sequence[InputSpec],
+    unusable: Unusable,
 ) -> dict[str, dict[bytes, Any]]:
     """Values by column and id, as Arrow takes them; None for one that was cleared, or cannot be used."""
     columns: dict[str, dict[bytes, Any]] = {name: {} for name in types}
-    bad: dict[str, list[Case]] = {name: [] for name in types}
+    bad: dict[str, dict[bytes, str]] = {name: {} for name in types}
     for raw, each in values.items():
         for name in each.keys() & types.keys():
             fits = _fitting(each[name], types[name])
             columns[name][raw] = fits[0] if fits else None
             if not fits:
-                bad[name].append({kind: raw.decode()})
+                bad[name][raw] = f"{name}: no {types[name]}"
+    for spec in inputs:
+        if found := columns.get(str(spec.column)):
+            unfit = read_values(_array(list(found.values()), types[str(spec.column)]), spec).bad
+            for why, rows in unfit.items():
+                for row in np.flatnonzero(rows).tolist():
+                    bad[str(spec.column)].setdefault(list(found)[row], why)
     for name, found in columns.items():
         if found:
-            unusable.looked_at(f"{source}.{name}", len(found))
-        if cases := bad[name]:
-            reason = f"{name}: an event's value that is no {types[name]}"
-            unusable.note(f"{source}.{name}", reason, len(cases), cases)
+            unusable.looked_at(f"{EVENTS}.{name}", len(found))
+        for raw, why in bad[name].items():
+            found[raw] = None
+            unusable.note(f"{EVENTS}.{name}", why, 1, [{kind: raw.decode()}])
     return columns
 
 

@@ -11,6 +11,8 @@ from cache.errors import SourceError
 
 CASES: Final = 10
 """Maximum number of cases shown of each reason."""
+EVENTS: Final = "events"
+"""Prefix of sources whose values events set: anybody sends these, so they refuse no night."""
 TEXT_MAX: Final = 256
 """Characters of an id that are shown: whoever is erased is found by all of them."""
 

@@ -76,14 +76,16 @@ def run(
     if moment is None:
         raise ConfigError("a night needs a cut: give data_until, or the scheduler's run_after")
     cut, events = parse_time(moment), event_files(config, events_until)
-    if events.until is not None and moment is named:  # what it has is as new as its events
-        cut = max(cut, datetime.fromtimestamp(events.until.ms // 1000, UTC))
     if not config.sources.names_users:
         raise ConfigError(
             "sources.interactions is empty, and so is sources.user_vectors: name the files the night is computed "
             "from, in the file given by --config or LARDER_CONFIG"
         )
     with open_releases(config) as releases:  # before hours of work that could not be published
+        if events.until is not None and moment is named:
+            # What it has is as new as its events; a producer's position may be ahead of all clocks.
+            newest = min(events.until.ms // 1000, int(releases.clock()))
+            cut = max(cut, datetime.fromtimestamp(newest, UTC))
         sweep_copies(releases.store)
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
@@ -107,7 +109,7 @@ def run(
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    taken = take_events.run(night.config) if night.config.events.enabled else {}
+    taken = take_events.for_night(night) if night.config.events.enabled else {}
     found = run(
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
         events_until=taken.get("events_until"), progress=night.progress,
@@ -196,12 +198,15 @@ def _prepare(
     config, started, holdout = build.config, time.perf_counter(), Holdout()
     if events.until is not None:
         facts = {**facts, "events": {"until": str(events.until), "files": len(events.files)}}
-    inputs = [
-        each for model in bundle.models if model.entity == "user" for each in model.spec.features
-    ]
+    inputs = catalogue.feature_inputs(bundle, "user")
     unusable = Unusable(erased.users | erased.items)
-    values = EventValues.read(events.files, {"user": erased.users, "item": erased.items})
-    user_values = values_digest(values.users, {str(each.column) for each in inputs})
+    of_users = {str(each.column) for each in inputs}
+    of_items = {str(each.column) for each in catalogue.feature_inputs(bundle, "item")}
+    values = EventValues.read(
+        events.files, {"user": erased.users, "item": erased.items},
+        {"user": of_users, "item": of_items | {*config.sources.item_attributes}},
+    )  # fmt: skip
+    user_values = values_digest(values.users, of_users)
     unchanged = unchanged_sources(build, sources_digest, events.files)
     with unchanged, ThreadPoolExecutor(1, "bundle") as beside:
         pinning = beside.submit(pin_bundle, build, bundle)

@@ -30,7 +30,10 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
     trimmed = 0
     if config.events.enabled:
         with connect_events(config) as client:
-            trimmed = trim(store, client, config.keyspace(), keep_s=config.events.keep_s)
+            trimmed = trim(
+                store, client, config.keyspace(),
+                keep_s=config.events.keep_s, stream_bytes=config.events.stream_bytes,
+            )  # fmt: skip
     return {
         "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys,
         "rows": rows, "leftovers": leftovers, "erasures_pending": pending, "exposure_parts": exposures,

@@ -8,13 +8,21 @@ from datetime import UTC, datetime
 
 from cache.errors import ConfigError
 from cache.events.position import Position
+from cache.format.manifest import GENERATION
+from precompute.builds.build import Build
+from precompute.builds.night import Night
 from precompute.bulk.headroom import writes_files
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
+from precompute.control.states import UNFINISHED
 from precompute.erasures.erasure import Erased, all_erasures
+from precompute.events.files import event_files
 from precompute.events.forgetting import forget_in_files
 from precompute.events.taking import take
+from precompute.releases.registry import open_releases
+from precompute.reuse.base import settings_digest
+from precompute.sources.files import all_files, pin
 
 
 @writes_files
@@ -29,6 +37,9 @@ def run(config: NightConfig) -> Step:
         )
     store = config.store()
     erased = Erased.of(all_erasures(store))
+    forget_in_files(
+        store, erased, newest_alone=True
+    )  # who wrote it may have been killed before it looked again
     with connect_events(config) as client:
         found = take(store, client, config.keyspace(), erased=erased)
     if (now := Erased.of(all_erasures(store))) != erased:  # written down while files were
@@ -37,6 +48,36 @@ def run(config: NightConfig) -> Step:
         "events_until": str(found.until), "events": found.events, "left_out": found.left_out,
         "unreadable": found.unreadable,
     }  # fmt: skip
+
+
+def for_night(night: Night) -> Step:
+    """The step as a night takes it: a repeat of one that was killed goes on with the events that this one had."""
+    found = run(night.config)
+    cut = night.data_until or night.config.data_until or night.run_after
+    until = _unfinished_until(night.config, cut)
+    return found if until is None else {**found, "events_until": until}
+
+
+def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
+    """Position of the newest unfinished generation of this cut, of these settings and of the team's own inputs."""
+    settings, own = settings_digest(config), None
+    with open_releases(config) as releases:
+        for generation in sorted(releases.store.names("generations"), reverse=True):
+            is_one = GENERATION.fullmatch(generation) is not None
+            if not is_one or releases.state(generation) not in UNFINISHED:
+                continue
+            begun = Build(config, releases.store, generation).read_report("begin") or {}
+            if (begun.get("cut"), begun.get("settings")) != (
+                cut,
+                settings,
+            ) or "events" not in begun:
+                continue
+            until = str(begun["events"]["until"])
+            of_events = {each.name for each in event_files(config, until).files}
+            own = own or pin(all_files(config))[1]
+            if own == [each for each in begun["inputs"] if each["name"] not in of_events]:
+                return until
+    return None
 
 
 def in_words(taken: Step) -> str:

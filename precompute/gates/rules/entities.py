@@ -16,6 +16,7 @@ from precompute.gates.evidence.user_sample import names_of, sampled_shards
 from precompute.gates.evidence.verdict import Measured, at_least, none_of, not_measured
 from precompute.partitions.catalogue import item_texts
 from precompute.sources.columns import text_hashes
+from precompute.sources.unusable import EVENTS
 from precompute.sources.vocabulary import AT_ONCE
 
 
@@ -190,10 +191,11 @@ def _expected(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint6
 def unusable_rows(candidate: Candidate) -> Measured:
     """Share of rows, values and answers that could not be used, in the worst source; a single one is always let pass.
 
-    Unless the threshold is 0.
+    Unless the threshold is 0. Values that events set are told, not judged: whoever sends some would refuse every night.
     """
     threshold = candidate.thresholds.unusable_rows
-    sources: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
+    told: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
+    sources = {name: each for name, each in told.items() if not name.startswith(f"{EVENTS}.")}
     if not sources:  # an older Larder began the night
         return not_measured(threshold, "nothing was counted")
     shares = {name: _left_out(each, threshold) for name, each in sources.items()}

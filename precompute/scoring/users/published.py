@@ -12,20 +12,25 @@ from cache.model.tower_spec import TowerSpec
 from precompute.scoring.tables import GrowingFile
 from precompute.scoring.users.chunk import Chunk
 from precompute.scoring.users.work import ShardWork
+from precompute.sources.features import read_values
 
 
 def given_features(
-    spec: TowerSpec, features: Mapping[str, NDArray[Any]], usable: NDArray[np.bool_]
+    spec: TowerSpec, features: Mapping[str, Any], published: NDArray[np.bool_]
 ) -> Histories:
-    """Features by input name as rows of JSON by column, as callers send them; of who is not usable an empty row."""
+    """Columns of features as rows of JSON by column, as callers send them; a value that cannot be used is left out.
+
+    The row is empty of who is not `published`, or has no such value.
+    """
+    found: list[dict[str, Any]] = [{} for _ in published]
     # Two inputs may read one column: a whole number is what both take.
-    inputs = sorted(spec.features, key=lambda each: each.dtype != "float32")
-    names = [str(each.column) for each in inputs]
-    values = [features[each.name].tolist() for each in inputs]
-    rows = [
-        orjson.dumps(dict(zip(names, row, strict=True))) if is_usable else b""
-        for row, is_usable in zip(zip(*values, strict=True), usable.tolist(), strict=True)
-    ]
+    for each in sorted(spec.features, key=lambda each: each.dtype != "float32"):
+        name = str(each.column)
+        values = read_values(features[name], each)
+        numbers = values.numbers.tolist()
+        for row in np.flatnonzero(values.usable & published).tolist():
+            found[row][name] = numbers[row]
+    rows = [orjson.dumps(row) if row else b"" for row in found]
     ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     bytes_: Any = np.frombuffer(b"".join(rows), np.uint8)
     return Histories(ends, bytes_)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from cache.model.tower import Histories
@@ -42,7 +43,8 @@ def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None)
     """The shard's users for whom a model has its input; raises Refused where the disk has no room for them.
 
     Whoever lacks the history that a model wants is left out whole; an unusable feature costs the tables of the
-    models that want it. Digests of the inputs go into `pairs`.
+    models that want it. Where events are taken in, whoever has any history is there, be it without an answer. Digests
+    of the inputs go into `pairs`.
     """
     item_hashes, before = work.items.directory.hashes(), 0
     for done, (entities, hashes, left) in enumerate(inputs(work, scratch), 1):
@@ -72,7 +74,10 @@ def chunks_of(
     usable, histories, features = inputs_of(work.items, entities, specs)
     # Whoever brings a vector along needs no tower for it.
     usable["user_tower"] &= ~entities.has_vector
-    rows_of_any = np.flatnonzero(_of_any(usable, histories, specs) | entities.has_vector)
+    is_any = _of_any(usable, histories, specs) | entities.has_vector
+    if work.build.config.events.enabled:  # events are added to what such a user had, too
+        is_any |= np.diff(entities.indptr) > 0
+    rows_of_any = np.flatnonzero(is_any)
     copied = Copied.of(asked, entities.hashes, rows_of_any)
     seen, users = Histories(entities.indptr, entities.ordinals), len(copied.hashes)
     times = None if entities.times is None else Histories(entities.indptr, entities.times)
@@ -88,10 +93,11 @@ def chunks_of(
             }
             given = None
             if work.publishes_features:
-                tower = work.models["user_tower"].spec
-                given = given_features(
-                    tower, own_features["user_tower"], usable["user_tower"][rows]
-                )
+                tower, places = work.models["user_tower"].spec, pa.array(rows)
+                columns_given = {
+                    name: each.take(places) for name, each in entities.features.items()
+                }
+                given = given_features(tower, columns_given, ~entities.has_vector[rows])
             yield (
                 Chunk(
                     ids=[entities.ids[row] for row in rows.tolist()],

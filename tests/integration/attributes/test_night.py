@@ -143,7 +143,7 @@ def test_a_night_takes_over_what_events_set(
 
     with monkeypatch.context() as patch:
         files = [config.path("events.parquet")]
-        patch.setattr(EventValues, "read", lambda _files, without: read(files, without))
+        patch.setattr(EventValues, "read", lambda _files, *others: read(files, *others))
         found = nights.publish_night(config, SECOND)
 
     changed = replace(with_changed_tables(config, events), reuse="off")

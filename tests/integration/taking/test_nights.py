@@ -3,11 +3,12 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import redis
 
 from cache.config.events import EventsConfig
 from cache.errors import ConfigError
 from cache.events.event import Event
-from cache.events.position import BEGINNING
+from cache.events.position import BEGINNING, Position
 from precompute.builds.build import Build, cut_of
 from precompute.steps import begin, take_events
 from tests.integration.changed.month import Month, files_of, same_file, scored
@@ -121,6 +122,20 @@ def test_a_night_without_a_cut_is_as_new_as_its_events(month: Month) -> None:
     moment = int(until.partition("-")[0]) // 1000
     assert Build.of(month.config, found).need("begin")["cut"] is None
     assert cut_of(found["generation"]) == moment
+
+
+def test_a_night_without_a_cut_is_never_ahead_of_the_clock(month: Month) -> None:
+    ahead = Position(4_000_000_000_000, 0)  # a producer gave its own position
+    with redis.Redis.from_url(month.config.events_redis, protocol=3) as client:
+        (event,) = some(month, "a", 1)
+        client.xadd(month.config.keyspace().events, {"e": event.to_bytes()}, id=str(ahead))
+        now = client.time()[0]
+    until = take_events.run(month.config)["events_until"]
+
+    found = begin.run(month.config, data_until=None, run_after=None, named="2026-01-01T00:00:00Z")
+
+    assert until == str(ahead)
+    assert now <= cut_of(found["generation"]) <= now + 3_600
 
 
 def test_the_first_night_stands_at_the_beginning(featured: Month) -> None:

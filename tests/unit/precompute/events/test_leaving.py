@@ -1,20 +1,25 @@
 """What leaves the stream, and the files: what everybody has, and who is erased."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
+from cache.config.events import EventsConfig
 from cache.errors import TierUnavailable
 from cache.events.event import Event
 from cache.events.position import Position
-from cache.store.artefacts import generation_path
+from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.erasures.erasure import Erased, Erasure, request
 from precompute.events.forgetting import forget_events, forget_in_files, forget_in_stream
 from precompute.events.stream import entries
 from precompute.events.taking import take
 from precompute.events.trimming import trim
-from tests.unit.precompute.events.stream import Stream
+from precompute.steps import take_events
+from tests.unit.precompute.events.stream import Crash, Stream
 
 GENERATION = "20260131T000000Z-0123456789ab"
 
@@ -42,8 +47,8 @@ def left(stream: Stream) -> list[Position]:
     return [Position.parse(each) for each, _ in entries(stream.client, stream.keys.events)]
 
 
-def trimmed(stream: Stream, keep_s: float = -60.0) -> int:
-    return trim(stream.store, stream.client, stream.keys, keep_s=keep_s)
+def trimmed(stream: Stream, keep_s: float = -60.0, stream_bytes: int = 1 << 30) -> int:
+    return trim(stream.store, stream.client, stream.keys, keep_s=keep_s, stream_bytes=stream_bytes)
 
 
 def test_what_no_file_has_stays(stream: Stream) -> None:
@@ -57,6 +62,16 @@ def test_what_is_young_stays(stream: Stream) -> None:
     assert trimmed(stream, keep_s=3_600.0) == 0
 
     assert left(stream) == list(stream.added)
+
+
+def test_a_stream_that_is_half_full_keeps_nothing_for_its_age(stream: Stream) -> None:
+    taken_up = int(stream.client.memory_usage(stream.keys.events) or 0)
+    assert trimmed(stream, keep_s=3_600.0, stream_bytes=2 * taken_up) == 0
+    begun(stream, list(stream.added)[2])
+
+    assert trimmed(stream, keep_s=3_600.0, stream_bytes=2 * taken_up - 2) == 3
+
+    assert left(stream) == list(stream.added)[3:]
 
 
 @pytest.mark.parametrize(("place", "gone"), [(None, 4), (0, 1), (1, 2), (3, 4)])
@@ -110,3 +125,65 @@ def test_nothing_is_forgotten_quietly_while_the_redis_of_events_is_away(
 
     with pytest.raises(TierUnavailable):
         forget_events(config, [erasure])
+
+
+class Beside(ArtefactStore):
+    """Store in which another host does something between a file's reading and its writing."""
+
+    then: Callable[[], object] | None = None
+
+    def write(self, path: str, data: bytes) -> None:
+        hook, self.then = self.then, None
+        if hook is not None:
+            hook()
+        super().write(path, data)
+
+
+def test_two_hosts_that_erase_at_once_bring_nobody_back(stream: Stream) -> None:
+    ours = Beside(stream.store.url)
+    first = request(stream.store, b"u1", "user", at=0.0)
+
+    def another() -> None:
+        second = request(stream.store, b"u0", "user", at=0.0)
+        assert forget_in_files(stream.store, Erased.of([second])) > 0
+
+    ours.then = another
+    forget_in_files(ours, Erased.of([first]))
+
+    assert [each for _, each in stream.rows()] == ["e2", "e3"]
+
+
+def test_a_night_that_was_killed_before_its_second_look_holds_nobody(
+    stream: Stream, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: Any, **options: Any) -> None:
+        take(*args, **options)
+        request(stream.store, b"u4", "user", at=0.0)
+        raise Crash
+
+    config = stream.config(redis_url)
+    with monkeypatch.context() as patch:
+        patch.setattr(take_events, "take", killed)
+        with pytest.raises(Crash):
+            take_events.run(config)
+    assert "e4" in [each for _, each in stream.rows()]
+
+    take_events.run(config)
+
+    assert "e4" not in [each for _, each in stream.rows()]
+
+
+@pytest.mark.parametrize("has_url", [True, False])
+def test_the_stream_is_erased_from_where_no_events_are_taken_in_any_more(
+    stream: Stream, redis_url: str, has_url: bool
+) -> None:
+    """A URL says that there may be a stream, and so do files."""
+    config = stream.config(redis_url)
+    url = redis_url if has_url else ""
+    config = replace(config, events=EventsConfig(), events_url=url)
+    if has_url:
+        config = replace(config, artifacts=f"{config.artifacts}/none")  # without files
+
+    forget_events(config, [request(config.store(), b"u4", "user", at=0.0)])
+
+    assert left(stream) == [each for each, event in stream.added.items() if event.user != b"u4"]

@@ -106,7 +106,10 @@ class Sandbox:
             for is_event, files in enumerate((self.clicks, self.events))
             for row in files for user, item, at, weight in row if weight > 0
         ]  # fmt: skip
-        found: dict[str, dict[str, int]] = {user: {} for _, _, user, _ in rows}
+        # An event on an item that nobody knows names nobody.
+        found: dict[str, dict[str, int]] = {
+            user: {} for _, is_event, user, item in rows if item in ITEMS or not is_event
+        }
         for at, _, user, item in sorted(rows, key=lambda row: row[:2]):
             if item in ITEMS:
                 found[user].pop(item, None)

@@ -87,10 +87,8 @@ def test_an_attribute_of_another_kind_is_noted(tmp_path: Path) -> None:
     cleared: EntityValues = {b"i4": {"price": None, "brand": None}}
     assert found == written(tmp_path / "table", changed(cleared), NO_VALUES)
     noted = unusable.to_json()
-    assert noted["item_features.price"]["reasons"]["not a finite number"]["cases"] == [
-        {"item": "i4"}
-    ]
-    assert noted["item_features.brand"]["reasons"]["not a text"]["rows"] == 1
+    assert noted["events.price"]["reasons"]["not a finite number"]["cases"] == [{"item": "i4"}]
+    assert noted["events.brand"]["reasons"]["not a text"]["rows"] == 1
 
 
 def pinned(

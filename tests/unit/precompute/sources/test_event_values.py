@@ -1,5 +1,6 @@
 """What events set goes into feature tables as if these had had it; what is of another kind is noted, and is none."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import CorruptArtefact, SourceError
+from cache.events.attribute_events import VALUES_MAX
 from cache.events.event import Event
 from cache.events.position import Position
 from precompute.sources.columns import Ids
@@ -17,6 +19,7 @@ from precompute.sources.event_values import (
     NO_VALUES,
     EntityValues,
     EventValues,
+    Kind,
     digest_of,
     with_event_values,
 )
@@ -31,6 +34,7 @@ FITTING: dict[str, st.SearchStrategy[Any]] = {
     "coded": st.sampled_from(["x", "y", "z"]), "taste": st.lists(st.sampled_from([0.5, 2]), max_size=2),
 }  # fmt: skip
 ROW = st.fixed_dictionaries({name: st.none() | each for name, each in FITTING.items()})
+WANTED: dict[Kind, Collection[str]] = {"user": {"country"}, "item": {"price", "stock"}}
 VALUES = st.dictionaries(
     st.sampled_from([b"a", b"b", b"c", b"d"]),
     st.fixed_dictionaries({}, optional={name: st.none() | each for name, each in FITTING.items()}),
@@ -67,7 +71,7 @@ def test_the_table_is_the_one_with_these_values(
     unusable = Unusable()
 
     found = with_event_values(
-        batches(ids, rows, size), values, source="t", kind="user", unusable=unusable, adds=adds
+        batches(ids, rows, size), values, kind="user", unusable=unusable, adds=adds
     )
 
     wanted = [(id_, row | dict(values.get(id_.encode(), {}))) for id_, row in told]
@@ -88,7 +92,7 @@ def test_the_columns_keep_their_types() -> None:
     values: EntityValues = {b"a": {"age": 2, "score": 2, "home": "y", "coded": "new", "taste": [3]}}
 
     found = with_event_values(
-        batches(["a", "b"], [row, row], 2), values, source="t", kind="user", unusable=Unusable()
+        batches(["a", "b"], [row, row], 2), values, kind="user", unusable=Unusable()
     )
 
     ((_, columns),) = found
@@ -107,11 +111,11 @@ def test_a_value_of_another_kind_is_noted_and_is_none(name: str, value: Any) -> 
     unusable = Unusable()
 
     found = with_event_values(
-        batches(["a"], [row], 1), {b"a": {name: value}}, source="t", kind="item", unusable=unusable
+        batches(["a"], [row], 1), {b"a": {name: value}}, kind="item", unusable=unusable
     )
 
     assert rows_of(found) == [("a", row | {name: None})]
-    (noted,) = unusable.to_json()[f"t.{name}"]["reasons"].values()
+    (noted,) = unusable.to_json()[f"events.{name}"]["reasons"].values()
     assert noted == {"rows": 1, "cases": [{"item": "a"}]}
 
 
@@ -139,11 +143,25 @@ def test_the_newest_position_counts_over_all_files(tmp_path: Path) -> None:
         (7, Event("f", 0, b"u", None, type="left")),
     ])  # fmt: skip
 
-    found = EventValues.read([first, second], {"user": [b"gone"], "item": [b"gone"]})
+    found = EventValues.read([first, second], {"user": [b"gone"], "item": [b"gone"]}, WANTED)
 
     assert found.users == {b"u": {"country": 1}}
     assert found.items == {b"i": {"price": None, "stock": True}}
-    assert EventValues.read([], {}) == EventValues()
+    assert EventValues.read([], {}, WANTED) == EventValues()
+
+
+def test_attributes_that_nobody_wants_take_no_place(tmp_path: Path) -> None:
+    junk = [
+        (1 + number, Event(f"{number}", 0, None, b"i", attributes={f"junk-{number}": 1, "country": 3}))
+        for number in range(VALUES_MAX + 1)
+    ]  # fmt: skip
+    write(
+        tmp_path / "1.parquet", [*junk, (999, Event("x", 0, None, b"i", attributes={"price": 1}))]
+    )
+
+    found = EventValues.read([tmp_path / "1.parquet"], {}, WANTED)
+
+    assert found == EventValues({}, {b"i": {"price": 1}})
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
@@ -152,9 +170,9 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     worse.write_bytes(b"PAR1")
 
     with pytest.raises(CorruptArtefact, match="not an event"):
-        EventValues.read([bad], {})
+        EventValues.read([bad], {}, WANTED)
     with pytest.raises(SourceError, match=r"worse\.parquet"):
-        EventValues.read([worse], {})
+        EventValues.read([worse], {}, WANTED)
 
 
 def test_the_digest_is_of_what_models_take_alone() -> None:

@@ -1,0 +1,69 @@
+"""A night that was killed is resumed by the next one of the same cut, whatever events came meanwhile."""
+
+from typing import Any
+
+import pytest
+
+from cache.store.artefacts import read_manifest
+from precompute.builds.night import Night
+from precompute.operations.night import run_night
+from precompute.steps import load
+from tests.integration.changed.month import Month
+from tests.integration.taking.clicking import click, some
+
+
+class Killed(Exception):
+    """A kill, as a test sees it."""
+
+
+def killed(_night: Night) -> Any:
+    raise Killed
+
+
+def begun(month: Month) -> set[str]:
+    return set(month.config.store().names("generations"))
+
+
+def kill_in_load(month: Month) -> str:
+    """Generation of a night that was killed before its pages were in Redis."""
+    before = begun(month)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "in_night", killed)
+        with pytest.raises(Killed):
+            run_night(night(month))
+    (found,) = begun(month) - before
+    return found
+
+
+def night(month: Month) -> Night:
+    return Night(month.config, "try", data_until=month.cut.isoformat())
+
+
+def test_a_second_night_goes_on_where_the_first_was_killed(featured: Month) -> None:
+    month = featured
+    first = click(month.config, some(month, "a", 5))[-1]
+    unfinished = kill_in_load(month)
+    second = click(month.config, some(month, "b", 5))[-1]
+
+    assert run_night(night(month))[0][1].found["generation"] == unfinished
+
+    store = month.config.store()
+    events = read_manifest(store, unfinished).events
+    assert events is not None and events.until == str(first)
+    # and: what came since is in the next one
+    found = run_night(night(month))[0][1].found["generation"]
+    events = read_manifest(store, found).events
+    assert events is not None and events.until == str(second)
+
+
+def test_other_files_of_the_team_make_another_night(featured: Month) -> None:
+    month = featured
+    click(month.config, some(month, "a", 5))
+    unfinished = kill_in_load(month)
+    second = click(month.config, some(month, "b", 5))[-1]
+    month.a_day()
+
+    found = run_night(night(month))[0][1].found["generation"]
+
+    events = read_manifest(month.config.store(), found).events
+    assert found != unfinished and events is not None and events.until == str(second)
