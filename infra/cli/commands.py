@@ -81,6 +81,7 @@ ENTRIES: Final = (
     CommandEntry("audit", "Care"),
     CommandEntry("tokens", "Care", "serving.access.tokens_command"),
     CommandEntry("worklist", "Care"),
+    CommandEntry("take-events", "Steps"),
     CommandEntry("begin", "Steps"),
     CommandEntry("score", "Steps"),
     CommandEntry("index", "Steps"),

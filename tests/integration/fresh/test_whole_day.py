@@ -60,7 +60,8 @@ async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
 
         async def all_count() -> bool:
             told = await lists_of(app, users)
-            return sum(each.get("events", 0) for each in told.values()) == len(counted)
+            seen: list[int] = [each.get("events", 0) for each in told.values()]
+            return sum(seen) == len(counted)
 
         assert await eventually(all_count)
         day = await lists_of(app, users)
@@ -71,7 +72,8 @@ async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
         second = publish_night(config, SECOND)
 
         async def flipped() -> bool:
-            return (await lists_of(app, users[:1]))[users[0]]["generation"] == second
+            generation: str = (await lists_of(app, users[:1]))[users[0]]["generation"]
+            return generation == second
 
         assert await eventually(flipped)
         night = await lists_of(app, users)
