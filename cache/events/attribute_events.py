@@ -149,7 +149,7 @@ class AttributeEvents:
         self._items, self._users = other._items, other._users
         self.size_bytes, self.last = other.size_bytes, other.last
         self.newest_item, self.refused = other.newest_item, other.refused
-        self.since, self.refusals = other.since, self.refusals + other.refusals
+        self.since, self.refusals = other.since, max(self.refusals, other.refusals)
 
     def put_before(self, other: "AttributeEvents") -> None:
         """Adds what another one holds of earlier positions: of an attribute that has a value here, this one counts."""
