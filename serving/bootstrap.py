@@ -20,6 +20,7 @@ from serving.experiments.arms import Arms
 from serving.experiments.exposures import FLUSH_S, ExposureLog
 from serving.experiments.router import ExperimentRouter
 from serving.explain.explainer import Explainer
+from serving.fresh.newest_position import NewestPosition
 from serving.generations.store_threads import StoreThreads
 from serving.http.exposition import Exposition
 from serving.http.service import Service
@@ -135,7 +136,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
 
     events = None
     if config.events.enabled:
-        events = EventParts.of(config, name, lambda: shelf.blocklist)
+        newest = NewestPosition(ladder.newer, shelf, store)
+        events = EventParts.of(config, name, lambda: shelf.blocklist, newest)
         events.also(refresher, config.figures_s)
         metrics.registry.register(events.intake.counts)
 
@@ -155,6 +157,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         answering.pulse.start()
         quality.start()
         if events is not None:
+            await newest.look(reading)
             await events.start()
         if peers is not None:
             await peers.open(metrics.expose)

@@ -25,6 +25,9 @@ class EventsConfig:
     `keep` + 2 nights. Each worker of the service keeps up to as many bytes of them in memory."""
     keep_s: PositiveFloat = 172_800.0
     """Seconds for which an event's id makes a repetition none, and for which events that a night has are kept."""
+    keep_values_days: PositiveFloat = 7.0
+    """Days before a night's cut within which an attribute must have been set by an event to count in it; from then on
+    the team's table counts again. More than lie between two exports of the table."""
     of_one: Count = 1_000
     """Number of events of one user, or of one item, within `keep_s`; more are rejected as `too_many`."""
     event_bytes: Annotated[int, Field(ge=256, le=4_096)] = 4_096

@@ -180,7 +180,7 @@ class NightConfig(SharedConfig):
         names += [name for name in ("filters", "facets") if getattr(self, name)]
         found = {name: getattr(self, name) for name in names}
         if self.events.enabled:
-            found["events"] = True
+            found["events"] = self.events.keep_values_days
         return orjson.dumps(found, option=orjson.OPT_SORT_KEYS)
 
     @classmethod

@@ -6,11 +6,13 @@ from typing import Any, Final, NamedTuple
 import xxhash
 
 from cache.events.event import FIELD, Event
-from cache.events.position import Position
+from cache.events.position import BEGINNING, Position
 from cache.format.redis_keys import Keyspace
 
 SCRIPT: Final = """
 local stream, limit, life, most = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local known, known_sequence = string.match(ARGV[4], '(%d+)-(%d+)')
+known, known_sequence = tonumber(known), tonumber(known_sequence)
 local used = redis.call('MEMORY', 'USAGE', stream, 'SAMPLES', '5')
 if used and used >= limit then return redis.error_reply('FULL ' .. used) end
 local last = '0-0'
@@ -21,15 +23,22 @@ if used then
   end
 end
 -- While Redis' clock stands still the sequence grows, and a position holds 20 bits of it: the next millisecond begins
--- before they are used up.
+-- before they are used up. And where a stream was lost, and the clock is behind what it had, a position of now would be
+-- one that nights and followers have passed.
 local function place()
   local ms, sequence = string.match(last, '(%d+)-(%d+)')
-  if tonumber(sequence) < 524288 then return '*' end
-  return string.format('%.0f-0', tonumber(ms) + 1)
+  ms, sequence = tonumber(ms), tonumber(sequence)
+  if ms < known or (ms == known and sequence < known_sequence) then
+    local now = redis.call('TIME')
+    if now[1] * 1000 + math.floor(now[2] / 1000) > known then return '*' end
+    return string.format('%.0f-0', known + 1)
+  end
+  if sequence < 524288 then return '*' end
+  return string.format('%.0f-0', ms + 1)
 end
 local told, again = {}, {}
 for i = 1, (#KEYS - 1) / 2 do
-  local id, source, body = KEYS[2 * i], KEYS[2 * i + 1], ARGV[3 + i]
+  local id, source, body = KEYS[2 * i], KEYS[2 * i + 1], ARGV[4 + i]
   if redis.call('EXISTS', id) == 1 then
     again[#again + 1] = id
     told[i] = 'repeated'
@@ -93,10 +102,13 @@ def packed(keyspace: Keyspace, event: Event) -> PackedEvent:
 
 
 def call_of(
-    keyspace: Keyspace, bounds: StreamBounds, events: Sequence[PackedEvent]
+    keyspace: Keyspace,
+    bounds: StreamBounds,
+    events: Sequence[PackedEvent],
+    known: Position = BEGINNING,
 ) -> tuple[list[bytes], list[Any]]:
-    """(KEYS, ARGV) of the script for some events, in their order."""
-    keys, told = [keyspace.events.encode()], [*map(str, bounds)]
+    """(KEYS, ARGV) of the script for some events, in their order; they stand behind a position that is `known`."""
+    keys, told = [keyspace.events.encode()], [*map(str, (*bounds, known))]
     for event in events:
         keys += event[:2]
     return keys, [*told, *(event.body for event in events)]

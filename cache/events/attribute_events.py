@@ -49,23 +49,19 @@ class NewerValues(NamedTuple):
 class AttributeEvents:
     """Newest values by item and by user; a probe for a user without any costs one look into a dictionary.
 
-    Positions only grow. Where the values take `bytes_max`, others are not taken in: `refused` says up to which
-    position some may be missing, until what is held has them from a night.
+    Positions only grow. What one entity has beyond VALUES_MAX is not taken in; whoever adds bounds the memory of all.
     """
 
-    def __init__(self, bytes_max: int = sys.maxsize) -> None:
+    def __init__(self) -> None:
         self.size_bytes = 0
         self.last = 0
         """Number of the newest position that was looked at."""
         self.since = 0
-        """Number of the position behind which every value is here, up to the last, but for what was refused."""
+        """Number of the position behind which every value is here, up to the last, but for refusals."""
         self.newest_item = 0
         """Number of the newest position that set a value of an item."""
-        self.refused = 0
-        """Number of the newest position whose values there was no room for; 0: none."""
         self.refusals = 0
         """Number of events whose values were not taken in."""
-        self._bytes_max = bytes_max
         # Each in the order of the newest positions, newest last.
         self._items: dict[bytes, bytes] = {}
         self._users: dict[bytes, bytes] = {}
@@ -87,11 +83,8 @@ class AttributeEvents:
         before = of_kind.get(raw)
         packed = _with(before, event.attributes, number)
         more = len(packed) - len(before) if before else len(packed) + len(raw) + _ENTITY_BYTES
-        is_over = more > 0 and self.size_bytes + more > self._bytes_max
-        if is_over or len(_values(packed)) > VALUES_MAX:
+        if len(_values(packed)) > VALUES_MAX:
             self.refusals += 1
-            # What one entity has too much of is its own loss: others are whole.
-            self.refused = number if is_over else self.refused
             return True
         of_kind.pop(raw, None)
         of_kind[raw] = packed
@@ -99,10 +92,6 @@ class AttributeEvents:
         if kind == "item":
             self.newest_item = number
         return True
-
-    def is_whole(self, number: int) -> bool:
-        """True if no value behind this position was refused."""
-        return self.refused <= number
 
     def items_since(self, number: int) -> NewerValues:
         """Values of items set behind this position; their cost here is small, however many there are."""
@@ -125,10 +114,14 @@ class AttributeEvents:
         packed = self._users.get(user)
         return 0 if packed is None else _newest(packed)
 
-    def all_values(self, kind: str) -> dict[bytes, dict[str, Any]]:
-        """All values of the entities of one kind, `item` or `user`."""
+    def all_values(self, kind: str, number: int) -> dict[bytes, dict[str, Any]]:
+        """Values set behind this position, of the entities of one kind, `item` or `user`."""
         of_kind = self._items if kind == "item" else self._users
-        return {raw: _newer(packed, 0) for raw, packed in of_kind.items()}
+        return {
+            raw: _newer(packed, number)
+            for raw, packed in of_kind.items()
+            if _newest(packed) > number
+        }
 
     def drop_until(self, number: int, most: int = sys.maxsize) -> int:
         """Forgets entities without a value behind this position, `most` of them at a time; how many they were."""
@@ -148,8 +141,8 @@ class AttributeEvents:
         """Holds from now on what another one holds, which is given up with that."""
         self._items, self._users = other._items, other._users
         self.size_bytes, self.last = other.size_bytes, other.last
-        self.newest_item, self.refused = other.newest_item, other.refused
-        self.since, self.refusals = other.since, max(self.refusals, other.refusals)
+        self.newest_item, self.since = other.newest_item, other.since
+        self.refusals = max(self.refusals, other.refusals)
 
     def put_before(self, other: "AttributeEvents") -> None:
         """Adds what another one holds of earlier positions: of an attribute that has a value here, this one counts."""
@@ -165,7 +158,6 @@ class AttributeEvents:
             held.clear()
             held.update(ordered)
         self.newest_item = max(self.newest_item, other.newest_item)
-        self.refused = max(self.refused, other.refused)
         self.refusals += other.refusals
 
     def forget(self, kind: str, raw: bytes) -> None:

@@ -176,7 +176,7 @@ def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
     These are lists, and what comes from a history or from features.
     Where users brought their vectors along, these stay as they are.
     """
-    is_given = has_given_vectors(manifest)
+    is_given = bool(manifest.facts.get("user_vectors"))
     found = {}
     for name, table in manifest.tables.items():
         model = manifest.models.get(str(table.producer.model))
@@ -189,23 +189,16 @@ def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
     return found
 
 
-def has_given_vectors(manifest: Manifest) -> bool:
-    """True if some users brought their vectors along, which no model makes anew."""
-    return bool(manifest.facts.get("user_vectors"))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvents:
     """Events as a generation has them: all up to `until` (a position's number); tables whose answers others change.
 
     Of each table it tells the features that its model takes: attributes that a user's events set change no other's.
-    `predictor` is None without a working model. Where users may have brought their vectors along (`has_given`), lists
-    of those whom the night knew are not computed.
+    `predictor` is None without a working model. Lists of those who brought their vectors along are not computed.
     """
 
     until: int
     tables: Mapping[str, Sequence[InputSpec]]
-    has_given: bool = False
     predictor: EventPredictor | None = None
 
     @classmethod
@@ -214,10 +207,11 @@ class GenerationEvents:
         if manifest.events is None:
             return None
         until = Position.parse(manifest.events.until).number
-        return cls(until, tables_changed(manifest), has_given_vectors(manifest))
+        return cls(until, tables_changed(manifest))
 
     def computes(self, table: Table, position: int) -> bool:
         """True if the table's answer for who is at this position (-1: nowhere) can be computed from newer events."""
         if self.predictor is None or not self.predictor.supports(table.name):
             return False
-        return table.kind != "topk" or not self.has_given or position < 0
+        is_list_of_known = table.kind == "topk" and position >= 0
+        return not (is_list_of_known and self.predictor.seen.brought_vector(position))

@@ -31,16 +31,18 @@ class _Part:
     times: NDArray[np.int64] | None
     feature_ends: NDArray[np.uint64] | None
     features: NDArray[np.uint8] | None
+    brought: NDArray[np.uint8] | None
 
     @classmethod
     def open(cls, root: Path, part: SeenPart) -> "_Part":
-        times, ends, features = part.times, part.feature_ends, part.features
+        times, ends, features, brought = part.times, part.feature_ends, part.features, part.brought
         return cls(
             map_file(root / part.ends.path, "<u8"),
             map_file(root / part.items.path, "<u4"),
             None if times is None else map_file(root / times.path, "<i8"),
             None if ends is None else map_file(root / ends.path, "<u8"),
             None if features is None else map_file(root / features.path, "u1"),
+            None if brought is None else map_file(root / brought.path, "u1"),
         )
 
 
@@ -67,6 +69,12 @@ class SeenItems:
         shard, place = self._directory.place(position)
         part = self._parts[shard]
         return part.items[_span(part.ends, place)].astype(np.int64)
+
+    def brought_vector(self, position: int) -> bool:
+        """True if the user at a position of the directory brought a vector along."""
+        shard, place = self._directory.place(position)
+        brought = self._parts[shard].brought
+        return brought is not None and bool(brought[place])
 
     def input_of(self, position: int) -> UserInput:
         """Input of the user at a position of the directory; the manifest must say which events it has."""

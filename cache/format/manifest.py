@@ -195,7 +195,8 @@ class Manifest:
         if told["events"] is None:  # nor has format 4 these
             del told["events"]
             for part in told.get("seen", ()):
-                del part["times"], part["feature_ends"], part["features"]
+                for name in ("times", "feature_ends", "features", "brought"):
+                    del part[name]
         return orjson.dumps(
             told,
             option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,

@@ -1,8 +1,8 @@
 """Files of a generation as its manifest lists them: those of items, and of what users had. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class SeenPart:
     """Items that the users of a shard had, in its directory's order: where each one's end (uint64), and ordinals.
 
     Oldest first. Where events are taken in, `times` (int64, microseconds since 1970) says when each happened last, and
-    `features`, with where each user's end (uint64), what the user tower was given besides, as JSON.
+    `features`, with where each user's end (uint64), what the user tower was given besides, as JSON. Where users may
+    bring a vector along, `brought` is 1 for each who did (uint8), else 0.
     """
 
     ends: Artefact
@@ -74,11 +75,17 @@ class SeenPart:
     times: Artefact | None = None
     feature_ends: Artefact | None = None
     features: Artefact | None = None
+    brought: Artefact | None = None
+
+    @classmethod
+    def of(cls, files: Iterable[Artefact]) -> Self:
+        """Part of these files, each named by its ending, such as `seen/0000.ends`."""
+        return cls(**{each.path.rpartition(".")[2]: each for each in files})
 
     @property
     def files(self) -> list[Artefact]:
         """Files that there are."""
-        all_ = (self.ends, self.items, self.times, self.feature_ends, self.features)
+        all_ = (self.ends, self.items, self.times, self.feature_ends, self.features, self.brought)
         return [each for each in all_ if each is not None]
 
 

@@ -194,7 +194,9 @@ def _options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = (
+        4  # its errors are raised: a value that an event set would fill the log
+    )
     # An idle pool that spins would take the cores from the event loop beside it.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")

@@ -143,7 +143,7 @@ def seal(made: Build) -> Manifest:
             FACT: models.get("probe"),  # none where an earlier version had taken that step
         },
         seen=tuple(
-            SeenPart(*(Artefact(**each) for each in report["users"]["seen"]))
+            SeenPart.of(Artefact(**each) for each in report["users"]["seen"])
             for report in reports if report["users"].get("seen")
         ),
         filters=_filters(config, bundle, reports),

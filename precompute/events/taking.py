@@ -8,6 +8,7 @@ from cache.errors import CorruptArtefact
 from cache.events.accept import entry_of
 from cache.events.event import Event
 from cache.events.position import Position
+from cache.events.taken import note_taken
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.erasures.erasure import NOBODY, Erased
@@ -60,6 +61,7 @@ def take(
             )
         else:  # another one did, perhaps of more of them
             found = found._replace(until=last_taken(store))
+    note_taken(store, found.until)
     return found
 
 

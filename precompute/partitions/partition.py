@@ -49,6 +49,7 @@ from precompute.partitions.user_tables import (
     IDS,
     USER_ROWS,
     VECTOR_ROWS,
+    note_event_values,
     write_features,
     write_vectors,
 )
@@ -124,6 +125,8 @@ def partition(
             write_features(config, folder, named, columns, feature_inputs, values, erased, unusable)
             if config.sources.user_vectors:
                 write_vectors(config, folder, dims, named, erased, unusable)
+        else:
+            note_event_values(config, columns, feature_inputs, values, unusable)
         with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
             # What is taken over was counted when it was read.
             noted = unusable if earlier is None else Unusable()

@@ -21,7 +21,7 @@ from precompute.partitions.shard_files import (
     shard_paths,
 )
 from precompute.sources.columns import Ids
-from precompute.sources.event_values import EntityValues, with_event_values
+from precompute.sources.event_values import EntityValues, read_set_values, with_event_values
 from precompute.sources.features import demand_type, read_values
 from precompute.sources.files import feature_file, source_file
 from precompute.sources.readers import feature_schema, read_features
@@ -91,6 +91,20 @@ def write_features(
                 f"{each.name!r} can use, in none of {count:,} rows",
                 column=each.column,
             )
+
+
+def note_event_values(
+    config: NightConfig,
+    columns: Sequence[str],
+    inputs: Sequence[InputSpec],
+    values: EntityValues,
+    unusable: Unusable,
+) -> None:
+    """Notes what `write_features` would of the values that events set, where an earlier partition has the features."""
+    if columns and values:
+        kinds = feature_schema(feature_file(config, "user", columns[0]), columns)
+        types = {name: kinds.field(name).type for name in columns}
+        read_set_values(types, values, "user", inputs, unusable)
 
 
 def _note_values(ids: Ids, column: Any, spec: InputSpec, unusable: Unusable) -> int:

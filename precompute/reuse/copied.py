@@ -109,6 +109,12 @@ class Copied:
         """Rows of all that are copied."""
         return np.flatnonzero(self.places >= 0)
 
+    def rows_together(self, own: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
+        """A value for each of all, from those of the chunk's own and of the others."""
+        found = np.empty(len(self.hashes), own.dtype)
+        found[self.rows], found[self.others] = own, others
+        return found
+
     def together(self, own: Histories, others: Histories) -> Histories:
         """Histories of all, from those of the chunk's own and of the others."""
         ends = np.concatenate([own.indptr, own.indptr[-1] + others.indptr[1:]])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
 from cache.format.manifest import Table
-from cache.format.manifest_files import Artefact
+from cache.format.manifest_files import Artefact, SeenPart
 from cache.format.records.layout import ABSENT
 from cache.model.tower import Histories
 from precompute.builds.build import shard_report
@@ -43,11 +43,13 @@ class KeptShard:
     places: NDArray[np.int64]
     tables: Mapping[str, NDArray[Any]]
     whole: NDArray[np.bool_]
-    seen: Histories | None
+    seen: Histories | None = None
     """Items that users with records had, where filters or events ask for it."""
     times: Histories | None = None
     """Times of these items, where events are taken in; `given` is JSON of what the user tower was given besides."""
     given: Histories | None = None
+    brought: NDArray[np.uint8] | None = None
+    """1 for each who brought a vector along, where users may, and events are taken in."""
 
     @classmethod
     def open(
@@ -72,7 +74,7 @@ class KeptShard:
         whole = np.ones(len(directory), np.bool_)
         for each in records.values():
             whole &= each["flags"] != ABSENT
-        return cls(pairs, np.where(has_record, at, -1), records, whole, *published)
+        return cls(pairs, np.where(has_record, at, -1), records, whole, **published)
 
     def between(self, hashes: range) -> slice:
         """Users whose hashes are in a range."""
@@ -101,23 +103,23 @@ def table_records(base: Base, shard: int, table: Table) -> NDArray[Any]:
     return np.asarray(np.memmap(path, table.layout.dtype, "r", shape=(part.count,)))
 
 
-def _published(
-    base: Base, files: list[dict[str, Any]]
-) -> tuple[Histories | None, Histories | None, Histories | None]:
-    """(items, times, features) of the users with records, None for what the base did not publish."""
-    kinds = ("<u8", "<u4", "<i8", "<u8", "u1")
-    arrays = [
-        map_file(base.fetch(Artefact(**each)), kind)
-        for each, kind in zip(files, kinds, strict=False)
-    ]
-    if not arrays:
-        return None, None, None
-    ends = _starting(arrays[0])
-    return (
-        Histories(ends, arrays[1]),
-        Histories(ends, arrays[2]) if len(arrays) > 2 else None,
-        Histories(_starting(arrays[3]), arrays[4]) if len(arrays) > 4 else None,
-    )
+def _published(base: Base, files: list[dict[str, Any]]) -> dict[str, Any]:
+    """Fields of what the base published of the users with records; None for what it did not."""
+    if not files:
+        return {}
+    part = SeenPart.of(Artefact(**each) for each in files)
+
+    def mapped(file: Artefact | None, kind: str) -> NDArray[Any] | None:
+        return None if file is None else map_file(base.fetch(file), kind)
+
+    def rows(ends: Artefact | None, values: Artefact | None, kind: str) -> Histories | None:
+        found, where = mapped(values, kind), mapped(ends, "<u8")
+        return None if found is None or where is None else Histories(_starting(where), found)
+
+    return {
+        "seen": rows(part.ends, part.items, "<u4"), "times": rows(part.ends, part.times, "<i8"),
+        "given": rows(part.feature_ends, part.features, "u1"), "brought": mapped(part.brought, "u1"),
+    }  # fmt: skip
 
 
 def _starting(ends: Digests) -> NDArray[np.int64]:

@@ -189,6 +189,12 @@ class ShardReuse:
         assert self.kept.given is not None  # noqa: S101 - or nobody asks
         return self.kept.given.take(places)
 
+    def brought(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Users of the base who brought a vector along."""
+        assert self.kept.brought is not None  # noqa: S101 - or nobody asks
+        found: NDArray[np.bool_] = self.kept.brought[places] > 0
+        return found
+
 
 def _enters(rules: Mapping[str, ListRule]) -> bool:
     return any(len(each.entering) for each in rules.values())

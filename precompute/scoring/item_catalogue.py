@@ -49,7 +49,12 @@ def lay_out_items(
     source = f"outputs of {bundle.item_tower.name}"
     unusable.looked_at(source, items.count)
     if bad.any():
-        unusable.note_rows(source, {NOT_FINITE: bad}, lambda row: {"item": items.id_of(row)})
+        of_events = np.zeros(items.count, np.bool_)
+        places = items.ordinals_of(list(values))
+        of_events[places[places >= 0]] = True
+        unusable.note_rows(
+            source, {NOT_FINITE: bad}, lambda row: {"item": items.id_of(row)}, of_events
+        )
         unusable.demand_some(source, f"the {source}")
         left_out = catalogue.item_texts(items).filter(pa.array(bad))
         laid = catalogue.write_catalogue(

@@ -17,6 +17,7 @@ from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.progress import Progress
 from precompute.config.settings import TableConfig
+from precompute.events.marks import are_marked, marks_file
 from precompute.partitions.catalogue import VECTORS, open_items
 from precompute.partitions.item_features import ItemFeatures
 from precompute.reuse.base import Base
@@ -27,7 +28,7 @@ from precompute.scoring.shard import (
     Scorers,
     described,
     item_chunks,
-    item_inputs,
+    item_outputs,
     open_item_features,
 )
 from precompute.scoring.tables import PageFile
@@ -86,14 +87,13 @@ class ItemWork:
                 )  # fmt: skip
         elif table.kind == "value":
             model = self.models[name]
-            inputs, usable = item_inputs(model.spec, items, self.features[name], rows)
-            answers = self.towers[name].run(inputs)
+            answers, usable = item_outputs(self.towers[name], items, self.features[name], rows)
             is_finite = finite_rows(answers)
             has_answer = usable & is_finite
-            self._note(f"outputs of {model.name}", NOT_FINITE, ids, usable & ~is_finite)
+            self._note(f"outputs of {model.name}", NOT_FINITE, ids, marks, usable & ~is_finite)
         at = cut_of(self.build.generation)
         records, bad = encode(layout, marks, answers, has_answer, at)
-        self._note(f"records of {name}", UNFIT, ids, bad)
+        self._note(f"records of {name}", UNFIT, ids, marks, bad)
         return records
 
     def with_copies(
@@ -114,10 +114,22 @@ class ItemWork:
             self.unusable.looked_at(f"outputs of {self.models[name].name}", copied)
         return found, copied
 
-    def _note(self, what: str, why: str, ids: list[bytes], bad: NDArray[np.bool_]) -> None:
+    def _note(
+        self,
+        what: str,
+        why: str,
+        ids: list[bytes],
+        marks: NDArray[np.uint64],
+        bad: NDArray[np.bool_],
+    ) -> None:
         self.unusable.looked_at(what, len(ids))
         if bad.any():
-            self.unusable.note_rows(what, {why: bad}, lambda row: {"item": ids[row].decode()})
+            of_events = None
+            if self.build.config.events.enabled:
+                of_events = are_marked(self.build.fetch(marks_file("item")), marks)
+            self.unusable.note_rows(
+                what, {why: bad}, lambda row: {"item": ids[row].decode()}, of_events
+            )
 
 
 def score_items(

@@ -22,7 +22,7 @@ from precompute.reuse.base import Base
 from precompute.reuse.items import KeptVectors
 from precompute.scoring.inputs import bind
 from precompute.scoring.tables import sums_path
-from precompute.scoring.towers import AnyTower, open_tower
+from precompute.scoring.towers import AnyTower, open_tower, run_named
 
 CHUNK = 16_384
 """Entities scored at once: enough for the matrix product, bounded in memory."""
@@ -34,13 +34,21 @@ def embed_catalogue(
     """Vectors of all items in ordinal order, float32 [some, dims] at a time; those that are `kept` are copied."""
     for rows in item_chunks(np.arange(items.count)):
         if kept is None:
-            yield tower.run(item_inputs(tower.spec, items, features, rows)[0])
+            yield item_outputs(tower, items, features, rows)[0]
             continue
         places = kept.places[rows]
         found = np.asarray(kept.vectors[places])
         if len(others := np.flatnonzero(places < 0)):
-            found[others] = tower.run(item_inputs(tower.spec, items, features, rows[others])[0])
+            found[others] = item_outputs(tower, items, features, rows[others])[0]
         yield found
+
+
+def item_outputs(
+    tower: AnyTower, items: ItemTable, features: ItemFeatures, rows: NDArray[np.int64]
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """(outputs of a model of items for some, which of them have all inputs); raises SourceError naming an item."""
+    inputs, usable = item_inputs(tower.spec, items, features, rows)
+    return run_named(tower, inputs, lambda row: f"item {items.id_of(rows[row])!r}"), usable
 
 
 def open_item_features(build: Build, spec: TowerSpec, count: int) -> ItemFeatures:

@@ -1,19 +1,20 @@
 """The towers of a night: ONNX Runtime, or on a torch device the program that the bundle carries beside it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import BundleError
+from cache.errors import BundleError, LarderError, SourceError
 from cache.model.tower import Inputs, Tower, rows_of, rows_taken
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model
 from precompute.bundles.bundle import BundleModel
 from precompute.bundles.digests import demand_sha256
+from precompute.sources.unusable import shown
 
 AGREEMENT = 1e-4
 """Largest deviation of a program from its ONNX file, relative to the largest number of the row."""
@@ -94,3 +95,61 @@ class ProgramTower:
                 threshold=AGREEMENT,
             )
         self._is_compared = True
+
+
+def run_apart(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """(outputs float32 [n, output_dims], mask of the rows on which the model raises): those rows are NaN.
+
+    Rows that raise cost the others nothing but runs: halves are tried until each of them is alone.
+    """
+    count = rows_of(inputs)
+    found = np.full((count, tower.spec.output_dims), np.nan, np.float32)
+    raised = np.zeros(count, np.bool_)
+    left = [np.arange(count)] if count else []
+    while left:
+        rows = left.pop()
+        try:
+            found[rows] = tower.run(rows_taken(inputs, rows))
+        except Exception:  # ONNX Runtime's errors share no base class of their own
+            if len(rows) == 1:
+                raised[rows] = True
+            else:
+                left += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
+    return found, raised
+
+
+def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> NDArray[np.float32]:
+    """Outputs float32 [n, output_dims]; raises SourceError naming the first row on which the model cannot be run.
+
+    `name` is of a row, such as "user 'ann'".
+    """
+    try:
+        return tower.run(inputs)
+    except LarderError:
+        raise
+    except Exception as error:
+        rows = np.arange(rows_of(inputs))
+        while len(rows) > 1:
+            half = rows[: len(rows) // 2]
+            rows = half if _raises(tower, inputs, half) else rows[len(rows) // 2 :]
+        if not _raises(tower, inputs, rows):
+            raise  # it was not of a row: no memory, say
+        row = int(rows[0])
+        values = {
+            str(each.column): np.asarray(inputs[each.name])[row] for each in tower.spec.features
+        }
+        told = ", ".join(f"{column} {shown(value)}" for column, value in values.items())
+        why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        raise SourceError(
+            f"{name(row)}: the model cannot be run on {told or 'its input'} ({shown(why[0])}); correct the table, or "
+            "leave the value out of it",
+            columns=sorted(values),
+        ) from error
+
+
+def _raises(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> bool:
+    try:
+        tower.run(rows_taken(inputs, rows))
+    except Exception:
+        return True
+    return False

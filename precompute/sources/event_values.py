@@ -44,11 +44,13 @@ class EventValues(NamedTuple):
         files: Sequence[SourceFile],
         without: Mapping[Kind, Iterable[bytes]],
         wanted: Mapping[Kind, Collection[str]],
+        behind: int = 0,
     ) -> Self:
         """Reads files of events, in the order of their positions, but for who was erased.
 
-        Of the attributes those that are `wanted`: whatever else is sent takes no memory, nor anything's place. Raises
-        SourceError naming a file that cannot be read, CorruptArtefact for what is no event.
+        Values count that were set `behind` a position's number. Of the attributes those that are `wanted`: whatever
+        else is sent takes no memory, nor anything's place. Raises SourceError naming a file that cannot be read,
+        CorruptArtefact for what is no event.
         """
         found = AttributeEvents()
         for path in files:
@@ -64,7 +66,7 @@ class EventValues(NamedTuple):
         for kind, raws in without.items():
             for raw in raws:
                 found.forget(kind, raw)
-        return cls(found.all_values("user"), found.all_values("item"))
+        return cls(found.all_values("user", behind), found.all_values("item", behind))
 
 
 def _only(event: Event, wanted: Mapping[Kind, Collection[str]]) -> Event:
@@ -108,7 +110,7 @@ def with_event_values(
         yield from rest
         return
     types = {name: each.type for name, each in first[1].items()}
-    columns = _read(types, values, kind, list(inputs), unusable)
+    columns = read_set_values(types, values, kind, list(inputs), unusable)
     raws = sorted(set().union(*columns.values()))
     names = pa.array([raw.decode() for raw in raws], pa.string())
     seen = np.zeros(len(raws), np.bool_)
@@ -139,14 +141,14 @@ def _rows_of_new(
     ]
 
 
-def _read(
+def read_set_values(
     types: Mapping[str, Any],
     values: EntityValues,
     kind: Kind,
     inputs: Sequence[InputSpec],
     unusable: Unusable,
 ) -> dict[str, dict[bytes, Any]]:
-    """Values by column and id, as Arrow takes them; None for one that was cleared, or cannot be used."""
+    """Values by column and id, as Arrow takes them; None for one that was cleared, or cannot be used and is noted."""
     columns: dict[str, dict[bytes, Any]] = {name: {} for name in types}
     bad: dict[str, dict[bytes, str]] = {name: {} for name in types}
     for raw, each in values.items():

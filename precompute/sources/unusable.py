@@ -78,8 +78,19 @@ class Unusable:
         source: str,
         bad: Mapping[str, NDArray[np.bool_]],
         case: Callable[[int], Case],
+        of_events: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.bool_]:
-        """Notes masks by reason, each row under its first; returns which rows are bad under any."""
+        """Notes masks by reason, each row under its first; returns which rows are bad under any.
+
+        Rows `of_events` that are bad are noted as looked at, and left out, of the events.
+        """
+        if of_events is not None:
+            theirs = {why: rows & of_events for why, rows in bad.items()}
+            found = self.note_rows(f"{EVENTS}.{source}", theirs, case)
+            if found.any():
+                self.looked_at(f"{EVENTS}.{source}", int(found.sum()))
+            others = {why: rows & ~of_events for why, rows in bad.items()}
+            return found | self.note_rows(source, others, case)
         taken = np.zeros(len(next(iter(bad.values()))), np.bool_)
         for reason, rows in bad.items():
             mine = np.flatnonzero(rows & ~taken)

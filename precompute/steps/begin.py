@@ -11,7 +11,7 @@ from cache.errors import ConfigError, Conflict
 from cache.format.manifest import MANIFEST_FORMAT
 from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path, write_atomically
-from precompute.builds.build import Build, generation_id
+from precompute.builds.build import Build, cut_of, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
 from precompute.builds.night import Night, StepRow
 from precompute.builds.pinning import pin_bundle, unchanged_sources
@@ -28,6 +28,7 @@ from precompute.control.states import State, demand
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.erasures.host_records import note_left_out
 from precompute.events.files import EventFiles, event_files
+from precompute.events.marks import write_marks
 from precompute.partitions import catalogue
 from precompute.partitions.earlier import POPULARITY, UNKNOWN
 from precompute.partitions.holdout import Holdout
@@ -43,10 +44,9 @@ from precompute.reuse.items import digests_files
 from precompute.reuse.words import base_in_words
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import shares, write_defaults, write_facets
+from precompute.scoring.event_trials import values_of_night
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
-from precompute.sources.event_values import EventValues
-from precompute.sources.event_values import digest_of as values_digest
 from precompute.sources.files import all_files, digest_of, pin
 from precompute.sources.formats import INTERACTIONS
 from precompute.sources.unusable import Unusable, merged
@@ -200,13 +200,12 @@ def _prepare(
         facts = {**facts, "events": {"until": str(events.until), "files": len(events.files)}}
     inputs = catalogue.feature_inputs(bundle, "user")
     unusable = Unusable(erased.users | erased.items)
-    of_users = {str(each.column) for each in inputs}
-    of_items = {str(each.column) for each in catalogue.feature_inputs(bundle, "item")}
-    values = EventValues.read(
-        events.files, {"user": erased.users, "item": erased.items},
-        {"user": of_users, "item": of_items | {*config.sources.item_attributes}},
-    )  # fmt: skip
-    user_values = values_digest(values.users, of_users)
+    values = values_of_night(
+        config, bundle, events.files, erased, unusable, cut_of(build.generation)
+    )
+    marks = [
+        write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
+    ] if config.events.enabled else []  # fmt: skip
     unchanged = unchanged_sources(build, sources_digest, events.files)
     with unchanged, ThreadPoolExecutor(1, "bundle") as beside:
         pinning = beside.submit(pin_bundle, build, bundle)
@@ -222,14 +221,14 @@ def _prepare(
         )  # fmt: skip
         items = catalogue.open_items(build.root, laid)
         attributes = write_item_attributes(
-            config, items, build.root, values=values.items, unusable=unusable
+            config, items, build.root, values=values.attributes, unusable=unusable
         )
         passing_filters(config, build.root, attributes, items.count)
         earlier, all_read = None, why
         if base is not None:
             earlier, all_read = earlier_partition(
                 base, config, items, facts["inputs"], cut=cut, erased=erased,
-                events=len(events.files), user_values=user_values,
+                events=len(events.files), user_values=values.users_digest,
             )  # fmt: skip
         seen = partition(
             config,
@@ -269,14 +268,14 @@ def _prepare(
         *kept,
         *(touched if seen.took_over else []),
         *([item_columns] if item_columns else []),
-        *paths_of(attributes),
+        *paths_of(attributes), *marks,
         holdout.write(build.root),
         *(f"bundle/{name}" for name in pinned),
     ]  # fmt: skip
     build.finish(*files)
     counted = seen.counted
     build.report("begin", {
-        **facts, **laid, "user_values": user_values,
+        **facts, **laid, "user_values": values.users_digest,
         "bundle_files": pinned,
         "user_seed": seen.seed, "users": seen.users, "interactions": counted.interactions,
         "unknown_items": counted.unknown_items, "late": counted.late, "attributes": attributes,

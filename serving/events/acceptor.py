@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from cache.errors import LarderError
 from cache.events.accept import SCRIPT, Accepted, PackedEvent, StreamBounds, call_of, outcomes
+from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
 from serving.events.connection import EventsRedis, EventsUnavailable
 
@@ -32,9 +33,16 @@ class Acceptor:
     """Acceptor of one process. While a call is under way the events of all requests gather for the next one."""
 
     def __init__(
-        self, redis: EventsRedis, keyspace: Keyspace, bounds: StreamBounds, script: str = SCRIPT
+        self,
+        redis: EventsRedis,
+        keyspace: Keyspace,
+        bounds: StreamBounds,
+        newest: Callable[[], Position],
+        script: str = SCRIPT,
     ) -> None:
+        """`newest` tells the newest position that is known, whatever has become of the stream since."""
         self._redis, self._keyspace, self._bounds, self._script = redis, keyspace, bounds, script
+        self._newest = newest
         self._waiting: deque[_Piece] = deque()
         self._waiting_bytes = 0
         self._sending: asyncio.Task[None] | None = None
@@ -86,7 +94,7 @@ class Acceptor:
     async def _call(self, pieces: list[_Piece]) -> None:
         events = [event for piece in pieces for event in piece.events]
         try:
-            keys, arguments = call_of(self._keyspace, self._bounds, events)
+            keys, arguments = call_of(self._keyspace, self._bounds, events, self._newest())
             replies = await self._redis.accept(keys, arguments, self._script)
             found = outcomes(replies)
         except Exception as error:

@@ -9,6 +9,7 @@ from typing import Self
 
 from cache.errors import LarderError
 from cache.events.accept import SCRIPT_AT_MAXMEMORY, StreamBounds
+from cache.events.position import Position
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.acceptor import Acceptor
@@ -37,15 +38,25 @@ class EventParts:
     inbox: Inbox
 
     @classmethod
-    def of(cls, config: ServingConfig, name: str, blocklist: Callable[[], Blocklist]) -> Self:
-        """All parts, `name` for the consumer of the inbox; nothing is connected yet. Raises ConfigError."""
+    def of(
+        cls,
+        config: ServingConfig,
+        name: str,
+        blocklist: Callable[[], Blocklist],
+        newest: Callable[[], Position],
+    ) -> Self:
+        """All parts, `name` for the consumer of the inbox; nothing is connected yet. Raises ConfigError.
+
+        New events get positions behind the `newest` that is known.
+        """
         events, keyspace = config.events, config.keyspace()
         redis = EventsRedis(config.events_redis, events.durability)
         counts = EventCounts(redis, keyspace)
         bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
         intake = EventIntake(
             redis, EventReader(keyspace, events),
-            Acceptor(redis, keyspace, bounds), Acceptor(redis, keyspace, bounds, SCRIPT_AT_MAXMEMORY),
+            Acceptor(redis, keyspace, bounds, newest),
+            Acceptor(redis, keyspace, bounds, newest, SCRIPT_AT_MAXMEMORY),
             Rejections(redis, keyspace, counts, events.rejected), counts, blocklist, time.time, time.monotonic,
         )  # fmt: skip
         return cls(redis, intake, Inbox(redis, keyspace, intake, name))

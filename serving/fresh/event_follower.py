@@ -46,7 +46,7 @@ class EventFollower:
     """Keeps `newer` complete from the oldest generation held on, within `limit_bytes`; for one event loop only.
 
     Beyond that nothing more is taken in until a night has taken some over: then, while Redis is out of reach, and until
-    the stream was read through for the first time, `note` is told; also while values that events set were refused.
+    the stream was read through for the first time, `note` is told.
     """
 
     def __init__(
@@ -253,8 +253,7 @@ class EventFollower:
 
     def _catch_up(self) -> None:
         self._is_at_end, self._at_end_at = True, self._clock()
-        is_whole = self._floor is None or self._newer.values.is_whole(self._floor)
-        self._note(None if is_whole else BEHIND)
+        self._note(None)
 
 
 def _blocked(blocklist: Blocklist) -> frozenset[bytes]:

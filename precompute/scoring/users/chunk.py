@@ -36,6 +36,8 @@ class Chunk:
     """Times of the items that they had, when each happened last; None where no events are taken in."""
     given: Histories | None = None
     """JSON of what the user tower is given besides; None where that is nothing, or not published."""
+    brought: NDArray[np.bool_] | None = None
+    """Users who brought a vector along, bool [users]; None where that is not published."""
     marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Chunk:
         self.histories, self.seen = self.histories.take(left), self.seen.take(left)
         self.times = None if self.times is None else self.times.take(left)
         self.given = None if self.given is None else self.given.take(left)
+        self.brought = None if self.brought is None else self.brought[left]
         self.usable = {name: each[left] for name, each in self.usable.items()}
         self.features = {
             model: {name: each[left] for name, each in columns.items()}

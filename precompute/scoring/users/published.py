@@ -1,6 +1,6 @@
 """Inputs of users as a generation publishes them: the items that each had, when, and what else its tower was given."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,25 +36,28 @@ def given_features(
     return Histories(ends, bytes_)
 
 
-def write_inputs(work: ShardWork, chunk: Chunk, files: Sequence[GrowingFile]) -> None:
+def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]) -> None:
     """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
-    ends, items, *more = files
     copied, reuse = chunk.copied, work.reuse
     others, places = copied.others, copied.places
-    seen, times, given = chunk.seen, chunk.times, chunk.given
+    seen, times, given, brought = chunk.seen, chunk.times, chunk.given, chunk.brought
     if reuse is not None and len(others):
         seen = copied.together(seen, reuse.seen(places[others]))
         if times is not None:
             times = copied.together(times, reuse.times(places[others]))
         if given is not None:
             given = copied.together(given, reuse.given(places[others]))
-    _grow(work, "seen", seen, ends)
-    items.write(seen.indices.astype("<u4").tobytes())
+        if brought is not None:
+            brought = copied.rows_together(brought, reuse.brought(places[others]))
+    _grow(work, "seen", seen, files["ends"])
+    files["items"].write(seen.indices.astype("<u4").tobytes())
     if times is not None:
-        more[0].write(times.indices.astype("<i8").tobytes())
+        files["times"].write(times.indices.astype("<i8").tobytes())
     if given is not None:
-        _grow(work, "given", given, more[1])
-        more[2].write(given.indices.astype("u1").tobytes())
+        _grow(work, "given", given, files["feature_ends"])
+        files["features"].write(given.indices.astype("u1").tobytes())
+    if brought is not None:
+        files["brought"].write(brought.astype("u1").tobytes())
 
 
 def _grow(work: ShardWork, count: str, rows: Histories, ends: GrowingFile) -> None:

@@ -110,6 +110,7 @@ def chunks_of(
                     copied=part,
                     times=None if times is None else times.take(rows),
                     given=given,
+                    brought=entities.has_vector[rows] if "brought" in work.seen_files else None,
                 ),
                 reached / users,
             )

@@ -53,7 +53,8 @@ def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) ->
     at = cut_of(work.build.generation)
     records, unfit = encode(work.layouts[name], chunk.marks, found, has_answer, at)
     if unfit.any():
-        work.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case)
+        of_events = work.are_set_by_events(chunk)
+        work.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case, of_events)
     if table.kind != "user_topk" and work.reuse is not None and name in work.reuse.kept.tables:
         rows = np.flatnonzero(chunk.copied.same >= 0)
         records[rows] = work.reuse.records(name, chunk.copied.same[rows], at)

@@ -45,7 +45,10 @@ def score_users(
         }
         directory = stack.enter_context(GrowingFile(build.path(place)))
         pairs = stack.enter_context(GrowingFile(build.path(inputs)))
-        seen = [stack.enter_context(GrowingFile(build.path(each))) for each in work.seen_files]
+        seen = {
+            name: stack.enter_context(GrowingFile(build.path(each)))
+            for name, each in work.seen_files.items()
+        }
         reasons = None
         if work.reuse is not None:
             reasons = stack.enter_context(GrowingFile(build.path(reasons_file(shard))))
@@ -68,6 +71,6 @@ def score_users(
         "reasons": None if work.reuse is None else {name: work.counts[name] for name in REASONS},
         "directory": asdict(build.describe(place)),
         "inputs": asdict(build.describe(inputs)),
-        "seen": [asdict(build.describe(each)) for each in work.seen_files],
+        "seen": [asdict(build.describe(each)) for each in work.seen_files.values()],
         "tables": {name: described(build, work.pages(name), count) for name in work.tables},
     }

@@ -18,13 +18,14 @@ from precompute.builds.reuse_fact import REASONS
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
+from precompute.events.marks import are_marked, marks_file
 from precompute.partitions.catalogue import VECTORS, open_items
 from precompute.reuse.base import Base
 from precompute.reuse.shard_reuse import ShardReuse
 from precompute.scoring.encoding import finite_rows
 from precompute.scoring.inputs import bind
 from precompute.scoring.shard import Place, Scorers
-from precompute.scoring.towers import AnyTower
+from precompute.scoring.towers import AnyTower, run_named
 from precompute.scoring.users.chunk import Chunk
 from precompute.sources.unusable import NOT_FINITE, Unusable
 
@@ -147,20 +148,33 @@ class ShardWork:
         """float32 [users, dims], NaN for who lacks an input or is not wanted; what else is not finite is noted."""
         tower = self._towers()[name]
         usable, features = chunk.usable[name] & wanted, chunk.features.get(name, {})
+        rows = np.flatnonzero(usable)
+
+        def named(row: int) -> str:
+            return f"user {chunk.case(int(rows[row]))['user']!r}"
+
         if usable.all() and len(usable):
-            found = tower.run(bind(tower.spec, histories=chunk.histories, features=features))
+            inputs = bind(tower.spec, histories=chunk.histories, features=features)
+            found = run_named(tower, inputs, named)
         else:
-            rows = np.flatnonzero(usable)
             some = {key: values[rows] for key, values in features.items()}
             found = np.full((len(usable), tower.spec.output_dims), np.nan, np.float32)
             if len(rows):
                 taken = chunk.histories.take(rows)
-                found[rows] = tower.run(bind(tower.spec, histories=taken, features=some))
+                inputs = bind(tower.spec, histories=taken, features=some)
+                found[rows] = run_named(tower, inputs, named)
         self.unusable.looked_at(f"outputs of {name}", int((chunk.usable[name]).sum()))
         chunk.answered[name] = finite_rows(found)
         if (bad := ~chunk.answered[name] & usable).any():
-            self.unusable.note_rows(f"outputs of {name}", {NOT_FINITE: bad}, chunk.case)
+            of_events = self.are_set_by_events(chunk)
+            self.unusable.note_rows(f"outputs of {name}", {NOT_FINITE: bad}, chunk.case, of_events)
         return found
+
+    def are_set_by_events(self, chunk: Chunk) -> NDArray[np.bool_]:
+        """Mask of a chunk's users for whom events set what a model takes, bool [users]."""
+        if not self.build.config.events.enabled:
+            return np.zeros(len(chunk.ids), np.bool_)
+        return are_marked(self.build.fetch(marks_file("user")), chunk.marks)
 
     def _towers(self) -> dict[str, AnyTower]:
         return {name: self.place.tower(self.build, model) for name, model in self.models.items()}
@@ -199,12 +213,13 @@ class ShardWork:
         return self.build.config.events.enabled and bool(self.bundle.user_tower.spec.features)
 
     @property
-    def seen_files(self) -> tuple[str, ...]:
-        """Files of what users had, which filters leave out and events are added to, in the order of `SeenPart`."""
+    def seen_files(self) -> dict[str, str]:
+        """Files of what users had, which filters leave out and events are added to, by their names in `SeenPart`."""
         config = self.build.config
         if not (config.events.enabled or config.sources.item_attributes):
-            return ()
+            return {}
         parts = ["ends", "items"]
         parts += ["times"] if config.events.enabled else []
         parts += ["feature_ends", "features"] if self.publishes_features else []
-        return tuple(f"seen/{self.number:04d}.{part}" for part in parts)
+        parts += ["brought"] if config.events.enabled and config.sources.user_vectors else []
+        return {part: f"seen/{self.number:04d}.{part}" for part in parts}

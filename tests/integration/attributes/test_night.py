@@ -30,6 +30,7 @@ from tests.opened import open_generation
 ATTRIBUTES = ("stock", "brand")
 FIRST, SECOND = "2026-02-10T00:00:00Z", "2026-02-11T00:00:00Z"
 """Cuts behind all clicks: a base that leaves none out may be taken over."""
+JUST_BEFORE = Position(1_770_681_600_000, 0)
 
 
 def prepared(folder: Path, redis_url: str) -> NightConfig:
@@ -84,7 +85,7 @@ def told(config: NightConfig) -> list[Event]:
 def write_events(path: Path, events: Iterable[Event]) -> None:
     """A file of events as nights keep them, as far as it is read for attributes."""
     listed = [each.to_bytes().decode() for each in events]
-    numbers = [Position(number, 0).number for number in range(1, len(listed) + 1)]
+    numbers = [Position(JUST_BEFORE.ms, number).number for number in range(len(listed))]
     pq.write_table(pa.table({"position": numbers, "event": listed}), path)
 
 

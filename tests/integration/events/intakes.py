@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.config.events import EventsConfig
+from cache.events.position import BEGINNING, Position
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
@@ -21,6 +22,7 @@ class Intake:
     parts: EventParts
     keyspace: Keyspace
     blocklist: Blocklist = Blocklist()  # noqa: RUF009  frozen
+    newest: Position = BEGINNING
 
     async def take(self, *events: Mapping[str, Any]) -> dict[str, Any]:
         """What a request with these events is answered; raises Problem."""
@@ -40,7 +42,8 @@ async def intake(
     config = ServingConfig(
         namespace=keyspace.namespace, events_url=url, events=EventsConfig(enabled=True, **events)
     )
-    found = Intake(EventParts.of(config, name, lambda: found.blocklist), keyspace)
+    parts = EventParts.of(config, name, lambda: found.blocklist, lambda: found.newest)
+    found = Intake(parts, keyspace)
     if inbox:
         await found.parts.start()
     try:

@@ -1,7 +1,6 @@
 """The inbox: what producers write into Redis is taken in once, whoever dies in between."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,6 @@ from serving.events.inbox import GROUP
 from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of
 from tests.integration.events.intakes import intake, rejected
 from tests.integration.serving_app import eventually
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableRedis]:
-    with durable_redis(tmp_path_factory.mktemp("durable")) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: DurableRedis) -> Iterator[Any]:
-    with server.client() as connection:
-        yield connection
 
 
 @pytest.fixture(autouse=True)

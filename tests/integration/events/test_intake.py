@@ -1,7 +1,6 @@
 """Events into a real Redis: once each, within bounds, and only where it keeps them as demanded."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,6 @@ from serving.requests.errors import Problem
 from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of
 from tests.integration.events.intakes import event, intake, rejected
 from tests.integration.serving_app import eventually
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableRedis]:
-    with durable_redis(tmp_path_factory.mktemp("durable")) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: DurableRedis) -> Iterator[Any]:
-    with server.client() as connection:
-        yield connection
 
 
 async def test_events_are_accepted_once_in_their_order(

@@ -1,12 +1,15 @@
-"""Fixtures of the follower's tests."""
+"""Fixtures of the follower's tests, and of those that ask a service; these declare what is `published`."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
+from tests.integration.fresh.asking import Told
+from tests.integration.fresh.events_world import EVENTS, EventWorld, until_counted
 from tests.integration.fresh.followed_stream import Stream
+from tests.integration.serving_app import serving
 
 
 @pytest.fixture
@@ -14,3 +17,12 @@ def stream(redis_server: RedisServer, keyspace: Keyspace) -> Iterator[Stream]:
     found = Stream(redis_server, keyspace)
     yield found
     found.client.close()
+
+
+@pytest.fixture
+async def told(published: tuple[EventWorld, str]) -> AsyncIterator[Told]:
+    world, generation = published
+    async with serving(world.config, events=EVENTS) as app:
+        if world.accepted:
+            await until_counted(app, world)
+        yield Told(app, world, generation)

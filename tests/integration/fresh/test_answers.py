@@ -1,10 +1,8 @@
 """Answers of users with newer events, whoever asks and however, and what is told where they cannot be computed."""
 
 import dataclasses
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,30 +11,10 @@ from cache.config.events import EventsConfig
 from precompute.config.settings import TableConfig
 from serving.client import AsyncClient
 from serving.client.arrow import read_arrow_answers
-from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list, until_counted
+from tests.integration.fresh.asking import Told
+from tests.integration.fresh.events_world import EventWorld, same_list, until_counted
 from tests.integration.nights import prepare
-from tests.integration.serving_app import BASE, Running, serving
-
-
-class Told(NamedTuple):
-    """A running service and its world."""
-
-    app: Running
-    world: EventWorld
-    generation: str
-
-    async def clicks(self, user: str, *items: str) -> None:
-        """Events of a user, one after the other, counted."""
-        self.world.accept([self.world.event(user, item) for item in items])
-        await until_counted(self.app, self.world)
-
-    async def one(self, user: str, table: str = "user_topk", **query: Any) -> dict[str, Any]:
-        """The answer to a GET."""
-        return await self.app.get(f"/v1/lookup/{table}/{user}", **query)
-
-    def expected(self, user: str) -> tuple[list[str], Any]:
-        """The list of a night with all events."""
-        return self.world.expected(self.generation, [user])[user]
+from tests.integration.serving_app import BASE, serving
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +26,6 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
     }  # what scores are exact by
     world = EventWorld(replace(config, tables={**config.tables, **vectors}))
     return world, world.publish()
-
-
-@pytest.fixture
-async def told(published: tuple[EventWorld, str]) -> AsyncIterator[Told]:
-    world, generation = published
-    async with serving(world.config, events=EVENTS) as app:
-        if world.accepted:
-            await until_counted(app, world)
-        yield Told(app, world, generation)
 
 
 async def test_an_event_changes_the_answers_of_its_user_and_of_nobody_else(told: Told) -> None:

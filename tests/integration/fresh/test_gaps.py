@@ -1,33 +1,16 @@
 """Answers while some events are yet to be read again: stored ones, marked, and nothing that is found again later."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from serving import namespace
 from serving.fresh.event_follower import EventFollower
-from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list, until_counted
+from tests.integration.fresh.asking import Told
+from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list
 from tests.integration.nights import prepare
-from tests.integration.serving_app import Running, serving
-
-
-class Asked(NamedTuple):
-    """A running service and its world."""
-
-    app: Running
-    world: EventWorld
-    generation: str
-
-    async def clicks(self, user: str, *items: str) -> None:
-        """Events of a user, counted."""
-        self.world.accept([self.world.event(user, item) for item in items])
-        await until_counted(self.app, self.world)
-
-    async def one(self, user: str, **query: Any) -> dict[str, Any]:
-        """The answer to a GET."""
-        return await self.app.get(f"/v1/lookup/user_topk/{user}", **query)
+from tests.integration.serving_app import serving
 
 
 @pytest.fixture(scope="module")
@@ -37,50 +20,41 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
     return world, world.publish()
 
 
-@pytest.fixture
-async def asked(published: tuple[EventWorld, str]) -> AsyncIterator[Asked]:
-    world, generation = published
-    async with serving(world.config, events=EVENTS) as app:
-        if world.accepted:
-            await until_counted(app, world)
-        yield Asked(app, world, generation)
-
-
-async def test_who_may_lack_events_is_answered_as_stored_and_marked(asked: Asked) -> None:
-    user, newer = asked.world.known[0], asked.app.service.ladder.newer
-    stored = await asked.one(user)
-    await asked.clicks(user, stored["items"][0], stored["items"][1])
-    first = asked.world.accepted[-2][0].number
+async def test_who_may_lack_events_is_answered_as_stored_and_marked(told: Told) -> None:
+    user, newer = told.world.known[0], told.app.service.ladder.newer
+    stored = await told.one(user)
+    await told.clicks(user, stored["items"][0], stored["items"][1])
+    first = told.world.accepted[-2][0].number
     newer.users.drop_until(
         first
     )  # as under a later generation, before one that lacks it comes back
 
-    answer = await asked.one(user)
+    answer = await told.one(user)
 
     assert answer["approximate"] is True and answer["producer"] == "batch"
     assert answer["items"] == [each for each in stored["items"] if each != stored["items"][1]]
 
 
 async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(
-    asked: Asked,
+    told: Told,
 ) -> None:
-    user, newer = asked.world.known[1], asked.app.service.ladder.newer
-    await asked.clicks(user, *asked.world.items[:3])
-    snapshot, raw = asked.app.service.follower.shelf.live, user.encode()
+    user, newer = told.world.known[1], told.app.service.ladder.newer
+    await told.clicks(user, *told.world.items[:3])
+    snapshot, raw = told.app.service.follower.shelf.live, user.encode()
     assert snapshot is not None
     table, whole = snapshot.manifest.tables["user_topk"], newer.users.packed[raw]
     digests, answers = set(), []
     for lacks in range(3):
         newer.users.packed[raw] = whole
-        newer.users.drop_until(asked.world.accepted[lacks - 4][0].number if lacks else 0, [raw])
+        newer.users.drop_until(told.world.accepted[lacks - 4][0].number if lacks else 0, [raw])
         newer.users.since = 0  # one that does not know that something lacks
         counted = newer.counted(snapshot, table, raw)
         assert counted is not None and counted.events == 3 - lacks
         digests.add(counted.digest)
-        answers.append(await asked.one(user))
+        answers.append(await told.one(user))
 
     assert len(digests) == 3 and [each["source"] for each in answers] == ["live"] * 3
-    wanted = asked.world.expected(asked.generation, [user])[user]
+    wanted = told.world.expected(told.generation, [user])[user]
     assert same_list(answers[0], *wanted)
 
 
@@ -98,17 +72,17 @@ async def test_as_many_bytes_are_held_as_the_stream_may_have(
         assert bounds == [EVENTS.stream_bytes]
 
 
-async def test_what_is_asked_as_of_then_is_computed_and_not_kept(asked: Asked) -> None:
-    user = asked.world.known[2]
-    await asked.clicks(user, *asked.world.items[:2])
-    then, now = (str(each) for each, _ in asked.world.accepted[-2:])
+async def test_what_is_asked_as_of_then_is_computed_and_not_kept(told: Told) -> None:
+    user = told.world.known[2]
+    await told.clicks(user, *told.world.items[:2])
+    then, now = (str(each) for each, _ in told.world.accepted[-2:])
 
-    answers = [await asked.one(user, as_of=then) for _ in range(3)]
-    newest = [await asked.one(user, as_of=now) for _ in range(2)]
-    plain = [await asked.one(user) for _ in range(2)]
+    answers = [await told.one(user, as_of=then) for _ in range(3)]
+    newest = [await told.one(user, as_of=now) for _ in range(2)]
+    plain = [await told.one(user) for _ in range(2)]
 
     assert [each["source"] for each in answers + newest] == ["live"] * 5
     assert {each["events"] for each in answers} == {1} and "approximate" not in answers[0]
     assert [each["source"] for each in plain] == ["live", "l1"]  # nobody had left it there
     assert newest[0]["items"] == plain[0]["items"]
-    assert (await asked.one(user, as_of=now))["source"] == "live"  # nor is it taken from there
+    assert (await told.one(user, as_of=now))["source"] == "live"  # nor is it taken from there

@@ -1,4 +1,4 @@
-"""The newest value by position counts, since any position, within bounds; what is refused is told."""
+"""The newest value by position counts, since any position; what one entity has too much of is counted."""
 
 from typing import Any
 from unittest import mock
@@ -36,9 +36,9 @@ def event(kind: str, raw: bytes, attributes: dict[str, Any] | None) -> Event:
     return Event("id", 0, user, item, attributes=attributes)
 
 
-def added(told: list[tuple[str, bytes, dict[str, Any]]], **bounds: int) -> AttributeEvents:
+def added(told: list[tuple[str, bytes, dict[str, Any]]]) -> AttributeEvents:
     """What is known after these, at the positions 1-0, 2-0 and so on."""
-    found = AttributeEvents(**bounds)
+    found = AttributeEvents()
     for ms, each in enumerate(told, 1):
         assert found.add(Position(ms, 0), event(*each))
     return found
@@ -92,28 +92,12 @@ def test_a_position_is_taken_once_and_an_interaction_sets_nothing() -> None:
     assert found.newest_item == Position(1, 0).number and found.last == Position(3, 0).number
 
 
-def test_beyond_its_bytes_it_takes_no_more_and_says_so() -> None:
-    told = [("item", b"%d" % number, {"price": number}) for number in range(1_000)]
-    found = added(told, bytes_max=20_000)
-
-    assert found.size_bytes <= 20_000 and 0 < len(found) < 1_000
-    assert not found.is_whole(0) and found.refused == Position(1_000, 0).number
-    assert found.is_whole(Position(1_000, 0).number)
-    # A value that takes no more room is still taken
-    assert found.add(Position(1_001, 0), event("item", b"0", {"price": 9}))
-    assert next(found.items_since(Position(1_000, 0).number).values()).value == 9
-    # With the next night there is room again
-    found.drop_until(Position(1_001, 0).number)
-    assert found.add(Position(1_002, 0), event("item", b"new", {"price": 1}))
-    assert found.is_whole(Position(1_001, 0).number) and len(found) == 1
-
-
 def test_one_entity_has_a_bound_on_its_attributes() -> None:
     told = [("user", b"u", {f"a{number}": 1}) for number in range(VALUES_MAX + 10)]
     found = added(told)
 
     assert len(found.of_user(b"u", 0)) == VALUES_MAX
-    assert found.refusals == 10 and found.is_whole(0)
+    assert found.refusals == 10
     assert found.newest_of_user(b"u") == Position(VALUES_MAX, 0).number
     assert found.newest_of_user(b"nobody") == 0
 
@@ -124,7 +108,8 @@ def test_what_is_kept_is_a_copy_of_what_was_told() -> None:
     sent["tags"].append("b")
 
     assert next(found.items_since(0).values()).value == ["a"]
-    assert found.all_values("item") == {b"i": {"tags": ["a"]}}
+    assert found.all_values("item", 0) == {b"i": {"tags": ["a"]}}
+    assert found.all_values("item", Position(1, 0).number) == {}
 
 
 def test_a_users_features_are_those_of_the_night_with_what_events_set() -> None:
@@ -173,7 +158,7 @@ def test_earlier_values_put_in_front_are_as_if_they_had_come_first(told: Any, ms
 
     for number in [Position(each, 0).number for each in range(len(told) + 1)]:
         assert later.items_since(number) == whole.items_since(number)
-    for kind in ("item", "user"):
-        assert later.all_values(kind) == whole.all_values(kind)
+        for kind in ("item", "user"):
+            assert later.all_values(kind, number) == whole.all_values(kind, number)
     assert later.size_bytes == whole.size_bytes
     assert later.drop_until(Position(ms, 0).number) == whole.drop_until(Position(ms, 0).number)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cache.events.accept import PackedEvent, StreamBounds
+from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
 from serving.events import acceptor as acceptor_module
 from serving.events.acceptor import PIECE, Acceptor, EventsBusy
@@ -28,7 +29,8 @@ class FakeEventsRedis:
     async def accept(
         self, keys: Sequence[bytes], arguments: Sequence[Any], script: str
     ) -> list[bytes]:
-        bodies = list(arguments[3:])
+        assert arguments[3] == "7-5"
+        bodies = list(arguments[4:])
         assert len(keys) == 1 + 2 * len(bodies)
         self.calls.append(bodies)
         await self.gate.wait()
@@ -42,7 +44,7 @@ class FakeEventsRedis:
 
 
 def made(redis: FakeEventsRedis) -> Acceptor:
-    return Acceptor(redis, Keyspace("test"), BOUNDS)  # type: ignore[arg-type]
+    return Acceptor(redis, Keyspace("test"), BOUNDS, lambda: Position(7, 5))  # type: ignore[arg-type]
 
 
 def events(*bodies: bytes) -> list[PackedEvent]:

@@ -1,0 +1,30 @@
+"""Marks of the users and items that events set values for: what becomes of these is told, and refuses no night."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.directory import map_file
+from cache.format.ids import fingerprints
+from cache.format.manifest import EntityKind
+from cache.store.artefacts import write_atomically
+
+
+def marks_file(kind: EntityKind) -> str:
+    """Path of the sorted fingerprints of users, or items, in a generation's folder."""
+    return f"work/set_by_events/{kind}.u64"
+
+
+def write_marks(root: Path, kind: EntityKind, raws: Iterable[bytes]) -> str:
+    """Writes the marks of these ids; the path of the file."""
+    marks = np.sort(fingerprints(list(raws)))
+    write_atomically(root / marks_file(kind), marks.astype("<u8").tobytes())
+    return marks_file(kind)
+
+
+def are_marked(path: Path, marks: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """bool [n]: the fingerprints among those of a file."""
+    found: NDArray[np.bool_] = np.isin(marks, map_file(path, "<u8"))
+    return found

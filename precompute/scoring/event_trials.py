@@ -1,0 +1,214 @@
+"""Values that events set, each tried in the models before a night takes it over: what a model cannot use is left out.
+
+Anybody sends events. A number beyond a tower's table would end the night, and one that overflows it refuse it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from cache.events.position import Position
+from cache.format.records.layout import Layout
+from cache.format.records.quantization import unfit
+from cache.model.tower import Histories, Tower
+from cache.process.host import usable_cores
+from precompute.builds.tables import layout_of, producer_of, scored_tables
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.config.settings import NightConfig
+from precompute.erasures.erasure import Erased
+from precompute.partitions.catalogue import feature_inputs
+from precompute.scoring.inputs import bind
+from precompute.scoring.towers import run_apart
+from precompute.sources.columns import Bad, Ids
+from precompute.sources.event_values import (
+    EntityValues,
+    EventValues,
+    Kind,
+    digest_of,
+    with_event_values,
+)
+from precompute.sources.features import read_values
+from precompute.sources.files import SourceFile, feature_file
+from precompute.sources.readers import read_features
+from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, Unusable
+
+AT_ONCE: Final = 4_096
+"""Users, or items, that are tried together."""
+OUTPUT_MAX: Final = 65_504.0
+"""Largest number of an item's vector made of an event's value: scores far beyond all others would leave no list any
+precision."""
+RAISES: Final = "the model cannot be run on it"
+BEYOND: Final = f"an output beyond {OUTPUT_MAX:,.0f}"
+UNFIT: Final = "an output that does not fit its table's precision"
+_TABLE_ROWS: Final = 64
+
+
+class NightValues(NamedTuple):
+    """Values that events set, as a night takes them over: models' inputs, and `attributes` of items for filters.
+
+    `users_digest` is that of the users' values.
+    """
+
+    users: EntityValues
+    items: EntityValues
+    attributes: EntityValues
+    users_digest: str
+
+
+def values_of_night(
+    config: NightConfig,
+    bundle: Bundle,
+    files: Sequence[SourceFile],
+    erased: Erased,
+    unusable: Unusable,
+    cut_s: int,
+) -> NightValues:
+    """Values in files of events but for who was erased, and those that a model cannot use, which are noted.
+
+    Of whom it cannot use one, the table's count; so it does once a value was set `keep_values_days` before the cut
+    (Unix seconds).
+    """
+    since_s = cut_s - config.events.keep_values_days * 86_400
+    inputs: dict[Kind, set[str]] = {
+        kind: {str(each.column) for each in feature_inputs(bundle, kind)} for kind in ("user", "item")
+    }  # fmt: skip
+    found = EventValues.read(
+        files, {"user": erased.users, "item": erased.items},
+        {**inputs, "item": inputs["item"] | {*config.sources.item_attributes}},
+        Position(max(0, int(since_s * 1000)), 0).number,
+    )  # fmt: skip
+    users = _usable(config, bundle, "user", found.users, unusable)
+    items = _usable(config, bundle, "item", found.items, unusable)
+    return NightValues(users, items, found.items, digest_of(users, inputs["user"]))
+
+
+def _usable(
+    config: NightConfig, bundle: Bundle, kind: Kind, values: EntityValues, unusable: Unusable
+) -> EntityValues:
+    for model in bundle.models:
+        if not values or model.entity != kind or not model.spec.features:
+            continue
+        trial = _Trial.of(config, bundle, model)
+        found: dict[bytes, Mapping[str, Any]] = dict(values)
+        concerned = trial.concerned(values)
+        for start in range(0, len(concerned), AT_ONCE):
+            some = {raw: values[raw] for raw in concerned[start : start + AT_ONCE]}
+            unusable.looked_at(trial.source, len(some))
+            for raw in trial.left_out(some, unusable):
+                found[raw] = {
+                    name: value for name, value in values[raw].items() if name not in trial.columns
+                }
+        values = {raw: each for raw, each in found.items() if each}
+    return values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trial:
+    """Trial of one model: what events set for each, the table's values of another one besides, and one item before.
+
+    `row` is that other one, whom the model answers; None where the table has nobody like that. `most` is the largest
+    number that an output may have.
+    """
+
+    model: BundleModel
+    tower: Tower
+    layouts: list[Layout]
+    columns: tuple[str, ...]
+    row: Mapping[str, Any] | None
+    most: float
+
+    @classmethod
+    def of(cls, config: NightConfig, bundle: Bundle, model: BundleModel) -> Self:
+        columns = tuple(sorted({str(each.column) for each in model.spec.features}))
+        tower = Tower.open(model.path, model.spec, threads=config.threads or usable_cores())
+        tables = scored_tables(config, bundle, model.entity).values()
+        layouts = [
+            layout
+            for each in tables
+            if producer_of(bundle, each).model == model.name
+            and (layout := layout_of(bundle, each)).kind != "topk"
+            # Lists are made of a user's vector, fit for its table or not, as answers during the day are.
+            and each.kind != "user_vector"
+        ]
+        blank = cls(model, tower, layouts, columns, None, np.inf)
+        for table in _pieces(config, model, columns):
+            rows, outputs, raised = blank.outputs(table)
+            good = np.flatnonzero(~raised & np.isfinite(outputs).all(axis=1))
+            if len(good):
+                row = {name: each.take(pa.array(rows[good[:1]])) for name, each in table.items()}
+                is_bounded = model is bundle.item_tower and _largest(outputs[good]) <= OUTPUT_MAX
+                return replace(blank, row=row, most=OUTPUT_MAX if is_bounded else np.inf)
+        return blank
+
+    @property
+    def source(self) -> str:
+        """Name of the trial in reports."""
+        return f"{EVENTS}.{self.model.name}"
+
+    def concerned(self, values: EntityValues) -> list[bytes]:
+        """Ids, sorted, of those for whom events set what the model takes; none where there is nothing to try with."""
+        if self.row is None:
+            return []
+        return sorted(
+            raw for raw, each in values.items() if not each.keys().isdisjoint(self.columns)
+        )
+
+    def outputs(
+        self, table: Mapping[str, Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
+        """(rows of a table with every input, outputs for these, on which of them the model raises)."""
+        spec = self.model.spec
+        read = {each.name: read_values(table[str(each.column)], each) for each in spec.features}
+        rows = np.flatnonzero(np.logical_and.reduce([each.usable for each in read.values()]))
+        first = np.zeros(len(rows), np.int64)
+        inputs = bind(
+            spec, histories=Histories(np.arange(len(rows) + 1), first), index=first,
+            features={name: each.numbers[rows] for name, each in read.items()},
+        )  # fmt: skip
+        return rows, *run_apart(self.tower, inputs)
+
+    def left_out(self, values: EntityValues, unusable: Unusable) -> Iterator[bytes]:
+        """Ids of those with a value that the model cannot use, which are noted."""
+        raws = sorted(values)
+        ids = Ids.of(pa.array([raw.decode() for raw in raws], pa.string()))
+        again = pa.array(np.zeros(len(raws), np.int64))
+        plain = {name: each.take(again) for name, each in (self.row or {}).items()}
+        # What is of another kind is noted where the columns are made.
+        ((_, table),) = with_event_values(
+            [(ids, plain)], values, kind=self.model.entity, unusable=Unusable(), inputs=self.model.spec.features
+        )  # fmt: skip
+        rows, outputs, raised = self.outputs(table)
+        if not len(rows):
+            return
+        finite = np.asarray(np.isfinite(outputs).all(axis=1))
+        kept = np.where(finite[:, None], outputs, 0)
+        bad: Bad = {RAISES: raised, NOT_FINITE: ~finite}
+        bad[BEYOND] = np.asarray(np.abs(kept).max(axis=1) > self.most)
+        for layout in self.layouts:
+            bad[UNFIT] = bad.get(UNFIT, raised) | unfit(layout, outputs)
+
+        def named(row: int) -> Case:
+            return {self.model.entity: raws[rows[row]].decode()}
+
+        for row in np.flatnonzero(unusable.note_rows(self.source, bad, named)).tolist():
+            yield raws[rows[row]]
+
+
+def _pieces(
+    config: NightConfig, model: BundleModel, columns: Sequence[str]
+) -> Iterator[Mapping[str, Any]]:
+    """Columns of a few rows of the model's table at a time."""
+    sources = config.sources
+    path = feature_file(config, model.entity, columns[0])
+    id_column = sources.user_column if model.entity == "user" else sources.item_column
+    for ids, found in read_features(path, id_column, columns):
+        for start in range(0, len(ids), _TABLE_ROWS):
+            yield {name: each.slice(start, _TABLE_ROWS) for name, each in found.items()}
+
+
+def _largest(outputs: NDArray[np.float32]) -> float:
+    return float(np.abs(outputs).max(initial=0))

@@ -1,0 +1,104 @@
+"""Values beyond what a model takes: those of events are left out and told, those of the team's own tables are named."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache.config.events import EventsConfig
+from cache.errors import SourceError
+from cache.events.event import Event
+from cache.format.manifest import Manifest
+from cache.store.artefacts import read_manifest
+from precompute.config.settings import NightConfig
+from precompute.scoring import event_trials
+from precompute.steps import begin, embed_items, score, take_events
+from tests.integration import nights
+from tests.integration.attributes.test_night import (
+    FIRST,
+    contents,
+    prepared,
+    rows_of,
+    with_changed_tables,
+)
+from tests.integration.taking.clicking import click
+
+HUGE = 3e38
+
+
+@pytest.fixture
+def config(tmp_path: Path, redis_url: str) -> NightConfig:
+    """A night of strict gates that takes events over."""
+    found = prepared(tmp_path, redis_url)
+    gates = replace(found.gates, unusable_rows=0.001, coverage_of_source=0.95)
+    return replace(found, events=EventsConfig(enabled=True), events_url=redis_url, gates=gates)
+
+
+def sets(config: NightConfig, users: Mapping[int, Any], items: Mapping[int, Any]) -> list[Event]:
+    """Events that set these users' countries, and these items' looks."""
+    named = [rows_of(config, f"{name}.parquet") for name in ("users", "items")]
+    found = [
+        Event("", 0, named[0][row]["user"].encode(), None, attributes={"country": value})
+        for row, value in users.items()
+    ]
+    found += [
+        Event("", 0, None, named[1][row]["item"].encode(), attributes={"looks": value})
+        for row, value in items.items()
+    ]
+    return [replace(each, id=f"e{number}") for number, each in enumerate(found)]
+
+
+def left_out(manifest: Manifest) -> dict[str, int]:
+    told = {name: each["left_out"] for name, each in manifest.facts["unusable"].items()}
+    return {name: rows for name, rows in told.items() if rows}
+
+
+def test_what_a_model_cannot_take_of_events_costs_nobody_else_anything(config: NightConfig) -> None:
+    good = sets(config, {5: 2, 6: 0}, {7: [0.5] * 16})
+    bad = sets(config, {0: 2**40, 1: -9, 2: 5}, {0: [HUGE] * 16, 1: [1e30] * 16})
+    bad += [Event("both", 0, None, bad[-1].item, attributes={"looks": [HUGE] * 16, "stock": False})]
+    click(config, [*good, *(replace(each, id=f"bad-{each.id}") for each in bad)])
+    take_events.run(config)
+
+    found = nights.publish_night(config, FIRST)
+
+    told = read_manifest(config.store(), found)
+    assert left_out(told) == {"events.user_tower": 3, "events.item_tower": 2}
+    reasons = told.facts["unusable"]["events.user_tower"]["reasons"]
+    assert [*reasons] == [event_trials.RAISES]
+    # The tables' own values stand, and of filters' attributes what the event set.
+    stock = Event("stock", 0, None, bad[-1].item, attributes={"stock": False})
+    changed = with_changed_tables(config, [*good, stock])
+    wanted = contents(changed, nights.publish_night(changed, FIRST))
+    ours = contents(config, found)
+    for name in ("tables", "entity_sets", "items", "filters", "seen"):
+        assert ours[name] == wanted[name], name
+
+
+def test_what_only_real_inputs_overflow_is_told_of_the_events_and_refuses_nothing(
+    config: NightConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    click(config, sets(config, {}, {row: [HUGE] * 16 for row in range(9)}))
+    take_events.run(config)
+    monkeypatch.setattr(event_trials, "_usable", lambda *args: args[3])
+
+    found = nights.publish_night(config, FIRST)
+
+    assert left_out(read_manifest(config.store(), found)) == {"events.outputs of item_tower": 9}
+
+
+def test_a_value_of_the_teams_own_is_named_with_its_user_and_column(config: NightConfig) -> None:
+    rows = rows_of(config, "users.parquet")
+    rows[17]["country"] = 2**40
+    table = pq.read_table(config.path("users.parquet"))
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), config.path("users.parquet"))
+    take_events.run(config)
+    build = begin.run(config, data_until=FIRST, run_after=None)
+    embed_items.run(config, build)
+
+    with pytest.raises(SourceError, match=f"user '{rows[17]['user']}'.*country {2**40}"):
+        score.run(config, build, build["shards"])

@@ -1,0 +1,63 @@
+"""What an event set counts for some days; then the team's table does, in each night of that cut alike."""
+
+import shutil
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import redis
+
+from cache.config.events import EventsConfig
+from cache.events.event import Event
+from cache.format.ids import hash_id
+from cache.store.artefacts import read_manifest
+from precompute.config.settings import NightConfig
+from precompute.steps import take_events
+from tests.integration import nights
+from tests.integration.attributes.test_night import contents, prepared, rows_of
+from tests.integration.changed.worlds import beside
+from tests.integration.taking.clicking import alone
+from tests.integration.taking.test_inputs import inputs_of
+
+DAY = "2026-02-{:02d}T{:02d}:00:00Z"
+SET_AT = datetime(2026, 2, 9, 10, tzinfo=UTC)
+
+
+def set_values(config: NightConfig, events: list[Event]) -> None:
+    """Events in the stream, as they were accepted then."""
+    with redis.Redis.from_url(config.events_redis, protocol=3) as client:
+        for number, each in enumerate(events):
+            position = f"{int(SET_AT.timestamp() * 1000)}-{number}"
+            client.xadd(config.keyspace().events, {"e": each.to_bytes()}, id=position)
+
+
+def test_a_value_counts_for_as_many_days_as_are_set(tmp_path: Path, redis_url: str) -> None:
+    config = prepared(tmp_path, redis_url)
+    events = EventsConfig(enabled=True, keep_values_days=3.0)
+    config = replace(config, events=events, events_url=redis_url)
+    user, item = rows_of(config, "users.parquet")[3], rows_of(config, "items.parquet")[1]
+    country = (user["country"] + 1) % 5
+    set_values(config, [
+        Event("a", 0, user["user"].encode(), None, attributes={"country": country}),
+        Event("b", 0, None, item["item"].encode(), attributes={"stock": not item["stock"]}),
+    ])  # fmt: skip
+    take_events.run(config)
+    countries, shown = [], []
+
+    for cut in (DAY.format(10, 0), DAY.format(12, 9), DAY.format(12, 11), DAY.format(20, 0)):
+        full = replace(alone(config, f"full-{cut[8:13]}"), redis_url=beside(redis_url))
+        ours, theirs = (
+            config.path(each.artifacts) / config.namespace / "events" for each in (config, full)
+        )
+        shutil.copytree(ours, theirs)
+        generation = nights.publish_night(config, cut)
+        manifest = read_manifest(config.store(), generation)
+        hash_ = hash_id(user["user"].encode(), manifest.entity_sets["user"].seed)
+        countries.append(inputs_of(config, generation)[1][hash_].features["country"])
+        shown.append(manifest.facts["unusable"].get("events.stock", {}).get("rows", 0))
+        # A night of that cut that copies nothing is the same.
+        assert nights.build_verified(full, cut) == generation
+        assert contents(config, generation) == contents(full, generation)
+
+    assert countries == [country, country, user["country"], user["country"]]
+    assert shown == [1, 1, 0, 0]

@@ -1,0 +1,108 @@
+"""A Redis of events that comes back without its stream, and with an older clock: positions go on, nothing is lost."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cache.errors import CorruptArtefact
+from cache.events.event import Event
+from cache.events.position import BEGINNING, Position
+from cache.events.taken import FILE, read_taken
+from cache.events.user_events import UserEvents
+from cache.format.redis_keys import Keyspace
+from cache.store.artefacts import ArtefactStore
+from precompute.events.files import last_taken
+from precompute.events.taking import take
+from serving.fresh.newer_events import NewerEvents
+from serving.fresh.newest_position import NewestPosition
+from tests.integration.events.durable_redis import DurableRedis, stream_of
+from tests.integration.events.intakes import event, intake
+
+AHEAD_MS = 3_600_000
+
+
+@pytest.fixture
+def taken(client: Any, keyspace: Keyspace, tmp_path: Path) -> ArtefactStore:
+    """A store that has an event of an hour ahead of Redis' clock, whose stream is gone."""
+    store, now_ms = ArtefactStore(str(tmp_path)), client.time()[0] * 1000
+    body = Event("old", 0, b"u", b"i").to_bytes()
+    client.xadd(keyspace.events, {"e": body}, id=f"{now_ms + AHEAD_MS}-3")
+    take(store, client, keyspace)
+    client.delete(keyspace.events)
+    return store
+
+
+def newest_of(
+    store: ArtefactStore, *held: Position, followed: Position = BEGINNING
+) -> NewestPosition:
+    snapshots = [SimpleNamespace(events=SimpleNamespace(until=each.number)) for each in held]
+    shelf: Any = SimpleNamespace(holding=SimpleNamespace(snapshots=snapshots) if held else None)
+    users = UserEvents()
+    users.last = followed.number
+    return NewestPosition(NewerEvents(users), shelf, store)
+
+
+async def at_once(work: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return work(*args, **kwargs)
+
+
+async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_them(
+    server: DurableRedis, client: Any, keyspace: Keyspace, taken: ArtefactStore
+) -> None:
+    newest = newest_of(taken)
+    await newest.look(at_once)
+    before = last_taken(taken)
+    async with intake(server.url, keyspace) as one:
+        one.newest = newest()
+        told = [await one.take(event(number)) for number in range(3)]
+        again = await one.take(event(1))
+
+    positions = [Position.parse(each["position"]) for each in told]
+    assert positions[0] == Position(before.ms + 1, 0)
+    assert positions == sorted({*positions}) and again["repeated"] == 1
+    assert [each["id"] for each in stream_of(client, keyspace)] == ["e-0", "e-1", "e-2"]
+    found = take(taken, client, keyspace)
+    assert found.events == 3 and found.until == positions[-1] == read_taken(taken)
+
+
+async def test_a_clock_that_is_not_behind_gives_positions_as_ever(
+    server: DurableRedis, client: Any, keyspace: Keyspace
+) -> None:
+    now_ms = client.time()[0] * 1000
+    async with intake(server.url, keyspace) as one:
+        one.newest = Position(now_ms - 1_000, 7)
+        first = Position.parse((await one.take(event(0)))["position"])
+        one.newest = Position(first.ms, first.sequence + 9)  # as another replica knows it
+        second = Position.parse((await one.take(event(1)))["position"])
+
+    assert now_ms <= first.ms <= now_ms + 60_000
+    assert Position(first.ms, first.sequence + 9) < second < Position(first.ms + 60_000, 0)
+
+
+async def test_the_newest_of_all_that_is_known_counts(tmp_path: Path, taken: ArtefactStore) -> None:
+    until = last_taken(taken)
+    later, empty = Position(until.ms, until.sequence + 1), ArtefactStore(str(tmp_path / "empty"))
+
+    assert newest_of(empty)() == BEGINNING
+    assert newest_of(empty, Position(5, 1), Position(3, 0))() == Position(5, 1)
+    assert newest_of(empty, Position(5, 1), followed=Position(6, 0))() == Position(6, 0)
+    for held, wanted in ((BEGINNING, until), (later, later)):
+        found = newest_of(taken, held)
+        await found.look(at_once)
+        assert found() == wanted
+
+
+async def test_what_the_store_cannot_tell_is_told_by_what_is_held(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ArtefactStore(str(tmp_path))
+    store.write(FILE, b'{"until": "noon"}')
+    with pytest.raises(CorruptArtefact, match=FILE):
+        read_taken(store)
+    found = newest_of(store, Position(5, 0))
+
+    await found.look(at_once)
+
+    assert found() == Position(5, 0) and "is not known" in caplog.text

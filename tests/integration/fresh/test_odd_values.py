@@ -1,0 +1,34 @@
+"""Answers while events set what the user tower cannot take: its user alone is answered as stored, and told so."""
+
+from pathlib import Path
+
+import pytest
+
+from cache.events.event import Event
+from tests.integration.fresh.asking import Told
+from tests.integration.fresh.events_world import EventWorld, same_list, until_counted
+from tests.integration.fresh.test_equal import feature_world
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[EventWorld, str]:
+    folder: Path = tmp_path_factory.mktemp("odd")
+    world = feature_world(folder, redis_url, 40)
+    return world, world.publish()
+
+
+async def test_a_value_beyond_the_towers_table_costs_its_user_alone(told: Told) -> None:
+    odd, *others = told.world.known[:8]
+    stored = await told.one(odd)
+    value = Event("odd", 0, odd.encode(), None, attributes={"country": 2**40})
+    told.world.accept([value, *(told.world.event(each, told.world.items[2]) for each in others)])
+    await until_counted(told.app, told.world)
+
+    body = {"entities": [odd, *others]}
+    first, *rest = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+
+    assert first["items"] == stored["items"] and first["approximate"] is True
+    assert first["live"] == "failed" and first["events"] == 1
+    for user, answer in zip(others, rest, strict=True):
+        assert answer["source"] == "live" and "approximate" not in answer
+        assert same_list(answer, *told.expected(user))

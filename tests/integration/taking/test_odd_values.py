@@ -1,0 +1,44 @@
+"""Nights in which events set what models cannot take: they are made all the same, and copies are as full nights are."""
+
+from typing import Any
+
+from cache.events.event import Event
+from precompute.builds.build import Build
+from precompute.scoring import event_trials
+from tests.integration.changed.month import Month, scored
+from tests.integration.taking.clicking import click, some, taken
+
+HUGE = 3e38
+
+
+def odd(month: Month, number: int) -> list[Event]:
+    """Values beyond a table, and such as overflow, of a few users and items, beside some that are well."""
+    users, items = month.ids("user"), month.ids("item")
+    told: list[tuple[int, dict[str, Any]]] = [
+        (0, {"country": 2**40}), (1, {"country": -77, "mood": [0.5, 0.25]}), (2, {"country": 3}),
+        (3, {"mood": [HUGE, 1e-30]}), (4 + number, {"country": 5}),
+    ]  # fmt: skip
+    found = [Event("", 0, users[row].encode(), None, attributes=each) for row, each in told]
+    more: list[tuple[int, dict[str, Any]]] = [
+        (0, {"scent": [HUGE] * 4}), (1, {"scent": [1.0] * 4}), (2 + number, {"looks": [HUGE] * 16}),
+    ]  # fmt: skip
+    found += [Event("", 0, None, items[row].encode(), attributes=each) for row, each in more]
+    return [
+        Event(f"odd-{number}-{at}", 0, each.user, each.item, attributes=each.attributes)
+        for at, each in enumerate(found)
+    ]
+
+
+def test_nights_with_odd_values_copy_as_full_nights_compute(featured: Month) -> None:
+    month = featured
+    for number in range(3):
+        month.night = number
+        click(month.config, [*odd(month, number), *some(month, f"n{number}", 10)])
+        full = taken(month.full)
+        generation = month.publish()
+
+        assert month.differences(generation, scored(full, month.cut)) == []
+        told = Build(month.config, month.config.store(), generation).need("begin")["unusable"]
+        assert told["events.user_tower"]["reasons"][event_trials.RAISES]["rows"] == 3 + number
+        assert told["events.item_tower"]["left_out"] == 1 + number
+        assert told["events.worth"]["left_out"] == 1
