@@ -135,7 +135,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
 
     events = None
     if config.events.enabled:
-        events = EventParts.of(config, name, lambda: shelf.blocklist)
+        events = EventParts.of(
+            config, name, lambda: shelf.blocklist,
+            lambda: None if shelf.live is None else shelf.live.takes,
+        )  # fmt: skip
         events.also(refresher, config.figures_s)
         metrics.registry.register(events.intake.counts)
 

@@ -9,6 +9,7 @@ from typing import Self
 
 from cache.errors import LarderError
 from cache.events.accept import SCRIPT_AT_MAXMEMORY, StreamBounds
+from cache.events.new_item_tower import NewItemInputs
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.acceptor import Acceptor
@@ -37,14 +38,23 @@ class EventParts:
     inbox: Inbox
 
     @classmethod
-    def of(cls, config: ServingConfig, name: str, blocklist: Callable[[], Blocklist]) -> Self:
-        """All parts, `name` for the consumer of the inbox; nothing is connected yet. Raises ConfigError."""
+    def of(
+        cls,
+        config: ServingConfig,
+        name: str,
+        blocklist: Callable[[], Blocklist],
+        takes: Callable[[], NewItemInputs | None] = lambda: None,
+    ) -> Self:
+        """All parts, `name` for the consumer of the inbox; nothing is connected yet. Raises ConfigError.
+
+        `takes` tells what the live generation can answer with of an item that it does not know.
+        """
         events, keyspace = config.events, config.keyspace()
         redis = EventsRedis(config.events_redis, events.durability)
         counts = EventCounts(redis, keyspace)
         bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
         intake = EventIntake(
-            redis, EventReader(keyspace, events),
+            redis, EventReader(keyspace, events, takes),
             Acceptor(redis, keyspace, bounds), Acceptor(redis, keyspace, bounds, SCRIPT_AT_MAXMEMORY),
             Rejections(redis, keyspace, counts, events.rejected), counts, blocklist, time.time, time.monotonic,
         )  # fmt: skip
