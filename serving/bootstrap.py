@@ -137,7 +137,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     events = None
     if config.events.enabled:
         newest = NewestPosition(ladder.newer, shelf, store)
-        events = EventParts.of(config, name, lambda: shelf.blocklist, newest)
+        events = EventParts.of(
+            config, name, lambda: shelf.blocklist, newest,
+            lambda: None if shelf.live is None else shelf.live.takes,
+        )  # fmt: skip
         events.also(refresher, config.figures_s)
         metrics.registry.register(events.intake.counts)
 

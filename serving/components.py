@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from cache.config.serving import parse_cores
+from cache.events.new_items import NewItemEvents
 from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.cluster.tier import open_tier
@@ -16,6 +17,7 @@ from serving.admission.controller import Admission
 from serving.admission.loop_lag import Pulse
 from serving.config.cpu_affinity import check_cores, place_thread
 from serving.config.settings import ServingConfig
+from serving.fresh.newer_events import NewerEvents
 from serving.lookup.event_inference import compute_of
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
@@ -142,7 +144,9 @@ def _keyed(
         changed=metrics.changed,
         reuses=frozenset(config.near),
     )
+    newer = NewerEvents(items=NewItemEvents(config.events.new_items))
     ladder = Ladder(
-        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
-    )
+        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch,
+        newer=newer,
+    )  # fmt: skip
     return Keyed(remote, tiers, lead, inferences, watch, ladder)

@@ -87,6 +87,7 @@ class HeldNamespace:
             aside=aside,
             in_thread=in_thread,
             attributes=ladder.newer.values,
+            new_items=ladder.newer.items,
         )
         trial = CanaryRouter(shelf, metrics)
         follower = Follower(

@@ -43,6 +43,10 @@ class EventsConfig:
     """Bytes of item vectors up to which answers with events are searched exactly; of a larger catalogue the index
     answers, and they are marked `approximate`. Each worker needs as much again, and a quarter."""
 
+    new_items: Count = 1_024
+    """Number of items that events brought and no night has seen, the newest, which answers may name; of these each
+    worker keeps ids and vectors, and compares them with every list that it computes."""
+
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "EventsConfig":
         """The section [events] of the file that LARDER_CONFIG names."""

@@ -2,7 +2,7 @@
 
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -46,6 +46,18 @@ class NewerValues(NamedTuple):
                 yield AttributeValue(raw, attribute, value)
 
 
+class ValuesOfItems(NamedTuple):
+    """Values of items set behind one position, by number, still packed: for any thread."""
+
+    after: int
+    packed: Mapping[bytes, bytes]
+
+    def of(self, raw: bytes) -> dict[str, Any]:
+        """Those of one item by attribute; none of an item that is not among them."""
+        packed = self.packed.get(raw)
+        return {} if packed is None else _newer(packed, self.after)
+
+
 class AttributeEvents:
     """Newest values by item and by user; a probe for a user without any costs one look into a dictionary.
 
@@ -77,11 +89,11 @@ class AttributeEvents:
             return False
         self.last = number
         kind, raw = event.kind, event.source
-        if not event.attributes or kind == "interaction":
+        if kind == "interaction" or not (values := event.values):
             return True
         of_kind = self._items if kind == "item" else self._users
         before = of_kind.get(raw)
-        packed = _with(before, event.attributes, number)
+        packed = _with(before, values, number)
         more = len(packed) - len(before) if before else len(packed) + len(raw) + _ENTITY_BYTES
         if len(_values(packed)) > VALUES_MAX:
             self.refusals += 1
@@ -108,6 +120,11 @@ class AttributeEvents:
         """Values of a user set behind this position, by attribute."""
         packed = self._users.get(user)
         return {} if packed is None else _newer(packed, number)
+
+    def of_items(self, items: Iterable[bytes], number: int) -> "ValuesOfItems":
+        """Values of some items set behind this position."""
+        held = self._items
+        return ValuesOfItems(number, {raw: held[raw] for raw in items if raw in held})
 
     def newest_of_user(self, user: bytes) -> int:
         """Number of the newest position that set a value of the user; 0 for none."""

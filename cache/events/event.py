@@ -54,6 +54,13 @@ class Event:
         """True if it is part of its user's history: nights leave interactions of weight 0 or less out, too."""
         return self.kind == "interaction" and self.weight > 0
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Values by name that it sets for the user or the item; features of an item are some, attributes go before."""
+        if not self.features:
+            return self.attributes or {}
+        return {**self.features, **(self.attributes or {})}
+
     def to_bytes(self) -> bytes:
         """JSON without what is not set."""
         told: dict[str, Any] = {"id": self.id, "at_us": self.at_us}

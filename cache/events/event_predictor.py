@@ -4,7 +4,7 @@ Synchronous, and thread-safe.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.events.history import merge
+from cache.events.new_item_tower import NewItemInputs, NewItemTower
+from cache.events.new_items import NewItemsOf, merged_lists
 from cache.events.position import Position
 from cache.events.seen import SeenItems, UserInput
 from cache.events.user_events import UserEvent
@@ -116,24 +118,32 @@ class EventPredictor:
         return found
 
     def predict(
-        self, table: str, batch: Sequence[Prepared], fingerprints: Sequence[int], scored_at: int
+        self,
+        table: str,
+        batch: Sequence[Prepared],
+        fingerprints: Sequence[int],
+        scored_at: int,
+        new: Sequence[NewItemsOf] = (),
     ) -> list[bytes]:
         """Predicts one record per input, marked live, and approximate where the index found the list.
 
-        What is blocked stays in it, as in a night's list: whoever answers leaves it out. Raises UnfitValue.
+        Lists have the `new` items of each input among them. What is blocked stays in it, as in a night's list: whoever
+        answers leaves it out. Raises UnfitValue.
         """
         outputs, found = self.predictor.vectors(batch), self.tables[table]
         if found.kind != "topk":
             return self.predictor.numbers(table, outputs, fingerprints, scored_at)
         search = self.predictor.search(table)
-        scorer = self.scorers.get(search.searcher.metric)
+        metric = search.searcher.metric
+        scorer = self.scorers.get(metric)
         if scorer is None:
-            best = search.lists(batch, outputs, _NOTHING)
+            best = merged_lists(search.lists(batch, outputs, _NOTHING), outputs, new, metric)
             return self.predictor.lists(
                 table, best, fingerprints, scored_at, flags=FLAG_APPROXIMATE
             )
         gone = Histories.of([each.excluded for each in batch])
         best = scorer.top(outputs, found.layout.width, gone, threads=1)
+        best = merged_lists(best, outputs, new, metric)
         return self.predictor.lists(table, best, fingerprints, scored_at)
 
     def warm(self) -> None:
@@ -200,6 +210,8 @@ class GenerationEvents:
     until: int
     tables: Mapping[str, Sequence[InputSpec]]
     predictor: EventPredictor | None = None
+    item_tower: NewItemTower | None = None
+    """Makes vectors of new items; None without working models."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self | None:
@@ -208,6 +220,32 @@ class GenerationEvents:
             return None
         until = Position.parse(manifest.events.until).number
         return cls(until, tables_changed(manifest))
+
+    def opened(
+        self,
+        manifest: Manifest,
+        root: Path,
+        items: ItemTable,
+        seen: SeenItems,
+        predictor: Predictor,
+        *,
+        exact_bytes: int,
+        threads: int = 1,
+        cores: Sequence[int] = (),
+    ) -> Self:
+        """The same with models in fp32, beside those of `predictor`, and warm."""
+        exact = EventPredictor.open(
+            manifest, root, items, seen, predictor, exact_bytes=exact_bytes, threads=threads, cores=cores
+        )  # fmt: skip
+        if exact is not None:
+            exact.warm()
+        tower = NewItemTower.open(manifest, root, threads=threads, cores=cores)
+        return replace(self, predictor=exact, item_tower=tower)
+
+    @property
+    def takes(self) -> NewItemInputs | None:
+        """Input that makes an unknown item answerable; None without working models."""
+        return None if self.item_tower is None else self.item_tower.inputs
 
     def computes(self, table: Table, position: int) -> bool:
         """True if the table's answer for who is at this position (-1: nowhere) can be computed from newer events."""

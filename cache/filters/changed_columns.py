@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.attributes import (
+    DTYPES,
     NO_CODE,
     NO_FLAG,
     NO_TIME,
@@ -73,6 +74,28 @@ def with_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> Chan
     changed = {name for name in of_column if columns[name] is not attributes.columns[name]}
     found = replace(attributes, columns=columns) if changed else attributes
     return ChangedColumns(found, frozenset(changed), unfit, unknown)
+
+
+def of_new_items(attributes: ItemAttributes, values: Sequence[Mapping[str, Any]]) -> ItemAttributes:
+    """Columns of the same attributes for items that are none of these, with a row for the values of each."""
+    count = len(values)
+    blank = {name: _blank(each.kind, count) for name, each in attributes.columns.items()}
+    given = [
+        ItemValue(place, name, value)
+        for place, each in enumerate(values)
+        for name, value in each.items()
+    ]
+    return with_values(ItemAttributes(count, blank), given).attributes
+
+
+def _blank(kind: AttributeKind, count: int) -> AttributeColumn:
+    """A column of `count` items that all lack the attribute."""
+    if kind not in ("text", "texts"):
+        return AttributeColumn(kind, np.full(count, _ABSENT[kind], DTYPES[kind]))
+    names = Names(np.empty(0, np.uint8), np.zeros(1, np.uint64))
+    if kind == "text":
+        return AttributeColumn(kind, np.full(count, NO_CODE, np.uint32), names=names)
+    return AttributeColumn(kind, np.empty(0, np.uint32), np.zeros(count + 1, np.uint64), names)
 
 
 def _kept(

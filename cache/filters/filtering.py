@@ -1,16 +1,21 @@
 """Filtering of one generation: what passes, and the best of it for a vector."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.attributes import ItemAttributes
 from cache.filters.best import BestOf
-from cache.filters.changed_columns import ChangedColumns, ItemValue, with_values
+from cache.filters.changed_columns import (
+    ChangedColumns,
+    ItemValue,
+    of_new_items,
+    with_values,
+)
 from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.masks import Masks, Passing
 from cache.format.item_table import ItemTable
@@ -49,6 +54,8 @@ class Filtering:
         self.attributes = attributes
         self.changed: frozenset[str] = frozenset()
         """Attributes of which some item has another value than the night wrote."""
+        self.new: Filtering | None = None
+        """Filtering of the items behind these, which events brought."""
         self._declared = declared or {}
         self._masks = Masks(attributes, bytes_max)
         self._best = BestOf(vectors)
@@ -71,6 +78,15 @@ class Filtering:
         made._masks = self._masks.changed(found.attributes, found.changed)
         return made, found
 
+    def with_new(self, values: Sequence[Mapping[str, Any]], vectors: NDArray[np.float32]) -> Self:
+        """Filtering of these items, and behind them of new ones with the attributes and vectors [n, dims] of each."""
+        made = copy(self)
+        made.new = None
+        if len(values):
+            attributes = of_new_items(self.attributes, values)
+            made.new = Filtering(attributes, vectors, declared=self._declared)
+        return made
+
     def differs(self, name: str) -> bool:
         """True if a declared filter may let other items pass than it did in the night."""
         found = self._declared.get(name)
@@ -79,15 +95,15 @@ class Filtering:
     def kept(self, filter_: Filter | str) -> Passing | None:
         """Items that pass, where that is known already."""
         found = self._declared.get(filter_) if isinstance(filter_, str) else filter_
-        return None if found is None else self._masks.kept(found)
+        passing = None if found is None else self._masks.kept(found)
+        return None if passing is None else self._with_new(passing, filter_)
 
     def passing(self, filter_: Filter | str) -> Passing:
         """Items that pass; raises InvalidFilter for one that does not fit the attributes, or an unknown name."""
-        if not isinstance(filter_, str):
-            return self._masks.of(filter_)
-        if (found := self._declared.get(filter_)) is None:
-            raise unknown_filter(filter_, self._declared)
-        return self._masks.of(found)
+        found = self._declared.get(filter_) if isinstance(filter_, str) else filter_
+        if found is None:
+            raise unknown_filter(str(filter_), self._declared)
+        return self._with_new(self._masks.of(found), filter_)
 
     def best(
         self,
@@ -101,4 +117,18 @@ class Filtering:
         ordinals = passing.ordinals()
         if len(gone):
             ordinals = ordinals[~np.isin(ordinals, gone)]
-        return self._best.of(vector, ordinals, k, metric)
+        own = int(ordinals.searchsorted(self.attributes.count))
+        found = self._best.of(vector, ordinals[:own], k, metric)
+        if self.new is None or own == len(ordinals):
+            return found
+        count = self.attributes.count
+        new, scores = self.new._best.of(vector, ordinals[own:] - count, k, metric)
+        numbers = np.concatenate([found[0], new + np.uint32(count)])
+        both = np.concatenate([found[1], scores])
+        order = np.lexsort((numbers, -both))[:k]
+        return numbers[order], both[order]
+
+    def _with_new(self, passing: Passing, filter_: Filter | str) -> Passing:
+        if self.new is None:
+            return passing
+        return passing.followed_by(self.new.passing(filter_), self.attributes.count)

@@ -65,6 +65,14 @@ class Passing:
         found: Mask = (self.bits[places >> 3] >> (places & 7).astype(np.uint8) & 1).astype(np.bool_)
         return found
 
+    def followed_by(self, other: "Passing", items: int) -> "Passing":
+        """These of `items` items, and behind them what passes of others, whose numbers go on from there."""
+        whole = items >> 3
+        last = np.unpackbits(self.bits[whole:], count=items & 7, bitorder="little")
+        more = np.unpackbits(other.bits, bitorder="little")
+        tail = np.packbits(np.concatenate([last, more]), bitorder="little")
+        return Passing(np.concatenate([self.bits[:whole], tail]), self.count + other.count)
+
     def ordinals(self) -> NDArray[np.int64]:
         """All that pass, ascending."""
         return np.flatnonzero(np.unpackbits(self.bits, bitorder="little")).astype(np.int64)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cache.control.night_steps import NIGHT, SEALED_BY, TIMED_APART
+from cache.events.new_item_tower import ITEM_VECTORS
 from cache.format.manifest import (
     FACET,
     MANIFEST_FORMAT,
@@ -133,6 +134,7 @@ def seal(made: Build) -> Manifest:
             **({} if config.sources.interactions else {WITHOUT_INTERACTIONS: True}),
             "interactions_with_unknown_items": begun["unknown_items"],
             "items_without_vector": begun["items_without_vector"],
+            **({ITEM_VECTORS: True} if begun.get("events") and config.sources.item_vectors else {}),
             **({"user_vectors": True} if begun.get("events") and begun.get("user_vectors") else {}),
             "inputs": begun["inputs"],
             "unusable": merged([begun.get("unusable", {}), *(

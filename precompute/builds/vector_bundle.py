@@ -1,11 +1,12 @@
 """The bundle of a night whose items are a table of vectors: made of that table by the code of the adapters."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased, all_erasures
 from precompute.sources.columns import Ids, as_rows
 from precompute.sources.distinct import Distinct
+from precompute.sources.event_values import brought_vectors, counted_behind
 from precompute.sources.features import read_values
-from precompute.sources.files import pin, source_file
+from precompute.sources.files import SourceFile, pin, source_file
 from precompute.sources.readers import read_features, read_interactions
 from precompute.sources.unusable import Unusable
 from precompute.sources.vocabulary import repeats_in
@@ -37,31 +39,48 @@ SEED = 0x5DEECE66D
 
 
 @contextmanager
-def vector_bundle(config: NightConfig, inputs: str, *, before: datetime | None) -> Iterator[Bundle]:
+def vector_bundle(
+    config: NightConfig,
+    inputs: str,
+    *,
+    before: datetime | None,
+    cut: datetime,
+    events: Sequence[SourceFile] = (),
+) -> Iterator[Bundle]:
     """The bundle of `sources.item_vectors`, made once of inputs with this digest, whoever asks again.
 
-    `before` is the cut: newer interactions choose nothing. What is erased is not in it. Raises SourceError for a table
-    that makes none.
+    Interactions of `before` or later choose nothing. Items that `events` brought with a vector are in it, if these
+    count in a night with this `cut`; what is erased is not. Raises SourceError for a table that makes none.
     """
     sources, store = config.sources, config.store()
     erased = Erased.of(all_erasures(store))
     whole = hashlib.sha256(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS))
     cut = before.isoformat() if before and sources.interactions else ""
     whole.update(f"|{erased.digest(inputs)}|{cut}".encode())
-    make = partial(make_bundle, config, before=before, erased=erased)
+    behind = counted_behind(config.events.keep_values_days, int(cut.timestamp()))
+    vectors = brought_vectors(events, behind)
+    if brought := {raw: each for raw, each in vectors.items() if raw not in erased.items}:
+        whole.update(orjson.dumps([(raw.decode(), each) for raw, each in brought.items()]))
+    make = partial(make_bundle, config, before=before, erased=erased, brought=brought)
     with bundle_made_of(store, whole.hexdigest(), make) as bundle:
         yield bundle
 
 
 def make_bundle(
-    config: NightConfig, folder: Path, *, before: datetime | None, erased: Erased = NOBODY
+    config: NightConfig,
+    folder: Path,
+    *,
+    before: datetime | None,
+    erased: Erased = NOBODY,
+    brought: Mapping[bytes, Sequence[float]] = MappingProxyType({}),
 ) -> Bundle:
     """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
 
+    Items that are not in the table have the vectors that events `brought`, where these have as many numbers.
     The bundle names the table that its items are of; without interactions, other vectors of users make no other bundle.
     """
     sources = config.sources
-    items, limit = _items(config, erased), _limit(config, before)
+    items, limit = _with_brought(_items(config, erased), brought), _limit(config, before)
     users = _users(config, items, limit, erased) if sources.user_vectors else None
     clicks = _clicks(config, items, users, limit, before, erased) if sources.interactions else None
     made = model_of(items, users, clicks, metric=sources.vector_metric)
@@ -94,6 +113,18 @@ def _items(config: NightConfig, erased: Erased) -> Vectors:
     gone = pa.array([raw.decode() for raw in erased.items], pa.string())
     kept = as_rows(pc.invert(pc.is_in(found.ids, value_set=gone)))
     return Vectors(found.ids.filter(pa.array(kept)), found.rows[kept])
+
+
+def _with_brought(items: Vectors, brought: Mapping[bytes, Sequence[float]]) -> Vectors:
+    """Behind the rows of the table, which wins, those of items that it lacks."""
+    fitting = {raw.decode(): each for raw, each in brought.items() if len(each) == items.dims}
+    known = set(
+        pc.filter(items.ids, pc.is_in(items.ids, pa.array(list(fitting), pa.string()))).to_pylist()
+    )
+    if not (new := {id_: each for id_, each in fitting.items() if id_ not in known}):
+        return items
+    ids = pa.concat_arrays([items.ids, pa.array(list(new), items.ids.type)])
+    return Vectors(ids, np.concatenate([items.rows, np.array(list(new.values()), np.float32)]))
 
 
 def _limit(config: NightConfig, before: datetime | None) -> np.uint64:

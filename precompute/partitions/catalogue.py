@@ -68,17 +68,20 @@ def write_catalogue(
     erased: Collection[bytes] = (),
     left_out: Any = None,
     values: EntityValues = NO_VALUES,
+    brought: Collection[bytes] = (),
     unusable: Unusable | None = None,
 ) -> dict[str, Any]:
     """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
 
-    The items are those of the feature table if there is one, else the bundle's. An item that the models cannot
-    answer for (not in their vocabulary, where they want an index; or among `left_out`, Arrow strings) is left out and
-    counted; an erased one is just not there. A row without an id, with one that came before, or whose features (with
-    the `values` that events set) the item tower cannot use is left out and noted in `unusable`.
+    The items are those of the feature table if there is one, with those that events `brought`, else the bundle's. An
+    item that the models cannot answer for (not in their vocabulary, where they want an index; or among `left_out`,
+    Arrow strings) is left out and counted; an erased one is just not there. A row without an id, with one that came
+    before, or whose features (with the `values` that events set) the item tower cannot use is left out and noted in
+    `unusable`.
     """
     vocabulary = bundle.vocabulary
-    listed = _listed(config, bundle, values, Unusable() if unusable is None else unusable)
+    noted = Unusable() if unusable is None else unusable
+    listed = _listed(config, bundle, values, brought, noted)
     if listed is None or not len(listed):
         listed = vocabulary.texts
     gone = pa.array(sorted(raw.decode() for raw in erased), pa.string())
@@ -111,7 +114,13 @@ def write_catalogue(
     }
 
 
-def _listed(config: NightConfig, bundle: Bundle, events: EntityValues, unusable: Unusable) -> Any:
+def _listed(
+    config: NightConfig,
+    bundle: Bundle,
+    events: EntityValues,
+    brought: Collection[bytes],
+    unusable: Unusable,
+) -> Any:
     """Items of the feature table that the item tower can use, each once: its first row counts."""
     if not config.sources.item_features:
         return None
@@ -130,11 +139,17 @@ def _listed(config: NightConfig, bundle: Bundle, events: EntityValues, unusable:
     )
     # What an event set wrongly is noted where the columns are pinned.
     for ids, values in with_event_values(
-        read, events, kind="item", unusable=Unusable(), inputs=feature_inputs(bundle, "item")
-    ):
+        read, events, kind="item", unusable=Unusable(), inputs=feature_inputs(bundle, "item"),
+        adds=brought,
+    ):  # fmt: skip
         chunks.append(ids.texts())
         is_changed = as_rows(pc.is_in(chunks[-1], value_set=changed))
         usable.append(_note_values(chunks[-1], values, specs, path.name, is_changed, unusable))
+    if brought and not columns:  # no column says anything of them: their vectors are in the bundle
+        named = pa.array(sorted(raw.decode() for raw in brought), pa.string())
+        there = pc.is_in(named, value_set=pa.chunked_array(chunks, pa.string()).combine_chunks())
+        chunks.append(named.filter(pc.invert(there)))
+        usable.append(np.ones(len(chunks[-1]), np.bool_))
     listed, kept = pa.chunked_array(chunks, pa.string()), np.concatenate(usable)
     if len(again := repeats_in(listed)):
         cases = ({"item": listed[row].as_py(), "file": path.name} for row in again[:CASES].tolist())

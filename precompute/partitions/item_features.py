@@ -1,6 +1,6 @@
 """Feature columns of items: pinned by `begin`, a row per ordinal; later steps map them and read some rows at a time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -72,11 +72,13 @@ def write_item_features(
     root: Path,
     *,
     values: EntityValues = NO_VALUES,
+    brought: Collection[bytes] = (),
     unusable: Unusable | None = None,
 ) -> str | None:
     """Pin the feature columns that models of items want, a row per ordinal; the file, None when none is wanted.
 
-    They have the `values` that events set. Those that a value model cannot use are noted: the item has no record of it.
+    They have the `values` that events set, and items that events `brought` these alone. Those that a value model cannot
+    use are noted: the item has no record of it.
     """
     inputs = feature_inputs(bundle, "item")
     columns = sorted({str(each.column) for each in inputs})
@@ -86,7 +88,7 @@ def write_item_features(
     noted = Unusable() if unusable is None else unusable
     placed = columns_by_ordinal(
         path, config.sources.item_column, columns, items,
-        values=values, inputs=inputs, unusable=noted,
+        values=values, brought=brought, inputs=inputs, unusable=noted,
     )  # fmt: skip
     for spec in {
         each
@@ -110,6 +112,7 @@ def columns_by_ordinal(
     items: ItemTable,
     *,
     values: EntityValues = NO_VALUES,
+    brought: Collection[bytes] = (),
     inputs: Sequence[InputSpec] = (),
     unusable: Unusable | None = None,
 ) -> dict[str, Any]:
@@ -119,7 +122,9 @@ def columns_by_ordinal(
     """
     noted = Unusable() if unusable is None else unusable
     read = read_features(path, id_column, columns)
-    batches = list(with_event_values(read, values, kind="item", unusable=noted, inputs=inputs))
+    batches = list(with_event_values(
+        read, values, kind="item", unusable=noted, inputs=inputs, adds=brought
+    ))  # fmt: skip
     ordinals = np.concatenate([_ordinals(items, ids.texts()) for ids, _ in batches])
     known = np.flatnonzero(ordinals >= 0)[::-1]  # of an item that comes twice, its first row
     rows = np.full(items.count, -1, np.int64)

@@ -68,7 +68,7 @@ def write_features(
             kind="user",
             unusable=unusable,
             inputs=inputs,
-            adds=True,
+            adds=values,
         )
     filled = dict.fromkeys(inputs, 0)
     count = 0

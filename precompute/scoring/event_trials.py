@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cache.events.position import Position
 from cache.format.records.layout import Layout
 from cache.format.records.quantization import unfit
 from cache.model.tower import Histories, Tower
@@ -28,6 +27,7 @@ from precompute.sources.event_values import (
     EntityValues,
     EventValues,
     Kind,
+    counted_behind,
     digest_of,
     with_event_values,
 )
@@ -50,12 +50,13 @@ _TABLE_ROWS: Final = 64
 class NightValues(NamedTuple):
     """Values that events set, as a night takes them over: models' inputs, and `attributes` of items for filters.
 
-    `users_digest` is that of the users' values.
+    `brought` are items that events made answerable; `users_digest` is that of the users' values.
     """
 
     users: EntityValues
     items: EntityValues
     attributes: EntityValues
+    brought: frozenset[bytes]
     users_digest: str
 
 
@@ -72,18 +73,17 @@ def values_of_night(
     Of whom it cannot use one, the table's count; so it does once a value was set `keep_values_days` before the cut
     (Unix seconds).
     """
-    since_s = cut_s - config.events.keep_values_days * 86_400
     inputs: dict[Kind, set[str]] = {
         kind: {str(each.column) for each in feature_inputs(bundle, kind)} for kind in ("user", "item")
     }  # fmt: skip
     found = EventValues.read(
         files, {"user": erased.users, "item": erased.items},
         {**inputs, "item": inputs["item"] | {*config.sources.item_attributes}},
-        Position(max(0, int(since_s * 1000)), 0).number,
+        counted_behind(config.events.keep_values_days, cut_s),
     )  # fmt: skip
     users = _usable(config, bundle, "user", found.users, unusable)
     items = _usable(config, bundle, "item", found.items, unusable)
-    return NightValues(users, items, found.items, digest_of(users, inputs["user"]))
+    return NightValues(users, items, found.items, found.brought, digest_of(users, inputs["user"]))
 
 
 def _usable(

@@ -33,17 +33,21 @@ def lay_out_items(
     unusable: Unusable,
     base: Base | None = None,
     values: EntityValues = NO_VALUES,
+    brought: Collection[bytes] = (),
 ) -> tuple[dict[str, Any], str | None]:
     """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
 
-    Features have the `values` that events set. Vectors that `base` has are known to be finite. An item whose vector is
-    not is left out, and noted as an output of the item tower; raises SourceError where that is every item.
+    Features have the `values` that events set, also those of items that these `brought`. Vectors that `base` has are
+    known to be finite. An item whose vector is not is left out, and noted as an output of the item tower; raises
+    SourceError where that is every item.
     """
     laid = catalogue.write_catalogue(
-        config, bundle, root, erased=erased, values=values, unusable=unusable
+        config, bundle, root, erased=erased, values=values, brought=brought, unusable=unusable
     )
     items = catalogue.open_items(root, laid)
-    columns = write_item_features(config, bundle, items, root, values=values, unusable=unusable)
+    columns = write_item_features(
+        config, bundle, items, root, values=values, brought=brought, unusable=unusable
+    )
     write_item_digests(bundle, items, root)
     bad = _not_finite(config, bundle, items, root, base)
     source = f"outputs of {bundle.item_tower.name}"
@@ -58,10 +62,10 @@ def lay_out_items(
         unusable.demand_some(source, f"the {source}")
         left_out = catalogue.item_texts(items).filter(pa.array(bad))
         laid = catalogue.write_catalogue(
-            config, bundle, root, erased=erased, left_out=left_out, values=values
+            config, bundle, root, erased=erased, left_out=left_out, values=values, brought=brought
         )
         items = catalogue.open_items(root, laid)
-        columns = write_item_features(config, bundle, items, root, values=values)
+        columns = write_item_features(config, bundle, items, root, values=values, brought=brought)
         write_item_digests(bundle, items, root)
     return laid, columns
 

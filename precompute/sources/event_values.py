@@ -15,6 +15,7 @@ import pyarrow.parquet
 
 from cache.events.attribute_events import AttributeEvents
 from cache.events.event import Event
+from cache.events.new_items import brings_item
 from cache.events.position import Position
 from cache.model.tower_spec import InputSpec
 from precompute.sources.columns import Ids, is_text
@@ -33,10 +34,14 @@ _Found = tuple[Ids, dict[str, Any]]
 
 
 class EventValues(NamedTuple):
-    """Values that events set for users and for items; the newest position counts, whatever a table says."""
+    """Values that events set for users and for items; the newest position counts, whatever a table says.
+
+    Items that events `brought`, with features or a vector, get a row where no table has one.
+    """
 
     users: EntityValues = NO_VALUES
     items: EntityValues = NO_VALUES
+    brought: frozenset[bytes] = frozenset()
 
     @classmethod
     def read(
@@ -52,30 +57,54 @@ class EventValues(NamedTuple):
         else is sent takes no memory, nor anything's place. Raises SourceError naming a file that cannot be read,
         CorruptArtefact for what is no event.
         """
-        found = AttributeEvents()
-        for path in files:
-            with reading(path), readable(path) as raw, pa.parquet.ParquetFile(raw) as file:
-                for batch in file.iter_batches(BATCH_ROWS, columns=["position", "event"]):
-                    some = batch.filter(batch.column("event").is_valid())
-                    numbers, texts = (
-                        some.column(name).to_pylist() for name in ("position", "event")
-                    )
-                    for number, text in zip(numbers, texts, strict=True):
-                        event = _only(Event.from_bytes(text.encode()), wanted)
-                        found.add(Position.of_number(number), event)
+        found, brought = AttributeEvents(), set()
+        for position, event in _read_events(files):
+            if event.item is not None and position.number > behind and brings_item(event):
+                brought.add(event.item)
+            found.add(position, _only(event, wanted))
         for kind, raws in without.items():
             for raw in raws:
                 found.forget(kind, raw)
-        return cls(found.all_values("user", behind), found.all_values("item", behind))
+        there = frozenset(brought.difference(without.get("item", ())))
+        return cls(found.all_values("user", behind), found.all_values("item", behind), there)
+
+
+def counted_behind(keep_values_days: float, cut_s: float) -> int:
+    """Number of the position behind which events set values that a night with this cut (Unix seconds) counts."""
+    return Position(max(0, int((cut_s - keep_values_days * 86_400) * 1000)), 0).number
+
+
+def brought_vectors(files: Sequence[SourceFile], behind: int = 0) -> dict[bytes, tuple[float, ...]]:
+    """Vectors that events `behind` a position brought along for items, the newest of each, in the order of the ids.
+
+    Raises SourceError naming a file that cannot be read, CorruptArtefact for what is no event.
+    """
+    found = {
+        event.item: event.vector
+        for position, event in _read_events(files)
+        if event.item is not None and event.vector is not None and position.number > behind
+    }
+    return dict(sorted(found.items()))
+
+
+def _read_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]]:
+    """Events that are no interactions, in the order of their positions."""
+    for path in files:
+        with reading(path), readable(path) as raw, pa.parquet.ParquetFile(raw) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=["position", "event"]):
+                some = batch.filter(batch.column("event").is_valid())
+                numbers, texts = (some.column(name).to_pylist() for name in ("position", "event"))
+                for number, text in zip(numbers, texts, strict=True):
+                    yield Position.of_number(number), Event.from_bytes(text.encode())
 
 
 def _only(event: Event, wanted: Mapping[Kind, Collection[str]]) -> Event:
-    """The event with these attributes alone."""
+    """The event with these values alone, features as attributes."""
     kind = event.kind
-    if not event.attributes or kind == "interaction":
+    if kind == "interaction" or not (values := event.values):
         return event
-    kept = {name: value for name, value in event.attributes.items() if name in wanted[kind]}
-    return replace(event, attributes=kept)
+    kept = {name: value for name, value in values.items() if name in wanted[kind]}
+    return replace(event, attributes=kept, features=None)
 
 
 def digest_of(values: EntityValues, columns: Iterable[str]) -> str:
@@ -97,12 +126,12 @@ def with_event_values(
     kind: Kind,
     unusable: Unusable,
     inputs: Iterable[InputSpec] = (),
-    adds: bool = False,
+    adds: Collection[bytes] = (),
 ) -> Iterator[_Found]:
     """Batches of a feature table whose columns have the values that events set.
 
     A value that is not of its column's type, or that one of `inputs` cannot use, is noted as of the events, and then
-    there is none, as for one that was cleared. Where it `adds`, ids that no row has get one.
+    there is none, as for one that was cleared. Of ids that no row has it `adds` a row for these.
     """
     rest = iter(batches)
     first = next(rest, None) if values else None
@@ -119,7 +148,7 @@ def with_event_values(
         seen[codes[codes >= 0]] = True
         rows = codes[ids.codes]
         yield ids, {name: _set(each, rows, raws, columns[name]) for name, each in found.items()}
-    if adds and (more := _rows_of_new(raws, seen, columns)):
+    if adds and (more := [raw for raw in _rows_of_new(raws, seen, columns) if raw in adds]):
         ids = Ids.of(pa.array([raw.decode() for raw in more], pa.string()))
         yield (
             ids,

@@ -98,12 +98,12 @@ def run(
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
     files = all_files(config, events.files)
     pinned = pin(files)
-    # Events choose no bundle: it stays for all nights over the same tables.
+    # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
     own = digest_of(
         [each for file, each in zip(files, pinned[1], strict=True) if file not in events.files]
     )
     before = parse_time(until) if until else None
-    with vector_bundle(config, own, before=before) as bundle:
+    with vector_bundle(config, own, before=before, cut=cut, events=events.files) as bundle:
         return _begin(config, bundle, cut, events, until=until, progress=progress, pinned=pinned)
 
 
@@ -217,7 +217,7 @@ def _prepare(
 
         laid, item_columns = lay_out_items(
             config, bundle, build.root, erased=erased.items, unusable=unusable, base=base,
-            values=values.items,
+            values=values.items, brought=values.brought,
         )  # fmt: skip
         items = catalogue.open_items(build.root, laid)
         attributes = write_item_attributes(

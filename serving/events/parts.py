@@ -9,6 +9,7 @@ from typing import Self
 
 from cache.errors import LarderError
 from cache.events.accept import SCRIPT_AT_MAXMEMORY, StreamBounds
+from cache.events.new_item_tower import NewItemInputs
 from cache.events.position import Position
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
@@ -44,17 +45,19 @@ class EventParts:
         name: str,
         blocklist: Callable[[], Blocklist],
         newest: Callable[[], Position],
+        takes: Callable[[], NewItemInputs | None] = lambda: None,
     ) -> Self:
         """All parts, `name` for the consumer of the inbox; nothing is connected yet. Raises ConfigError.
 
-        New events get positions behind the `newest` that is known.
+        New events get positions behind the `newest` that is known. `takes` tells what the live generation can answer
+        with of an item that it does not know.
         """
         events, keyspace = config.events, config.keyspace()
         redis = EventsRedis(config.events_redis, events.durability)
         counts = EventCounts(redis, keyspace)
         bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
         intake = EventIntake(
-            redis, EventReader(keyspace, events),
+            redis, EventReader(keyspace, events, takes),
             Acceptor(redis, keyspace, bounds, newest),
             Acceptor(redis, keyspace, bounds, newest, SCRIPT_AT_MAXMEMORY),
             Rejections(redis, keyspace, counts, events.rejected), counts, blocklist, time.time, time.monotonic,

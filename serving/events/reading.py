@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
@@ -13,10 +13,12 @@ from cache.config.events import EventsConfig
 from cache.errors import InvalidId
 from cache.events.accept import PackedEvent, packed
 from cache.events.event import Event
+from cache.events.new_item_tower import NewItemInputs, UnfitNewItem
+from cache.events.new_items import brings_item
 from cache.format.ids import canonical_id
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
-from serving.requests.errors import Problem, unprocessable
+from serving.requests.errors import Problem, from_input, unprocessable
 from serving.requests.fields import check_length, read_features, read_id, read_object
 
 ID_BYTES_MAX: Final = 128
@@ -63,10 +65,14 @@ class ReadEvents(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EventReader:
-    """Reader of events for one namespace, within its bounds."""
+    """Reader of events for one namespace, within its bounds.
+
+    `takes` tells what the live generation can answer with of an item that it does not know; None: that is not known.
+    """
 
     keyspace: Keyspace
     config: EventsConfig
+    takes: Callable[[], NewItemInputs | None] = lambda: None
 
     def listed(self, content: object) -> list[Any]:
         """The list in a request's body, unread; raises Problem where there is none, or too long a one."""
@@ -112,6 +118,11 @@ class EventReader:
         if isinstance(sent, dict):
             _refuse_erased(sent.get("user"), blocklist)
         event = self._event(sent, field, now_us)
+        if brings_item(event) and (inputs := self.takes()) is not None:
+            try:
+                inputs.check(event)
+            except UnfitNewItem as error:
+                raise from_input(error, field) from error
         found, most = packed(self.keyspace, event), self.config.event_bytes
         if len(found.body) > most:
             what = f"the event has {len(found.body)} bytes, {most} are allowed"

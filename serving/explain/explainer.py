@@ -90,7 +90,7 @@ class Explainer:
         beside = self._looking.beside(view, asked)
         barred = case.history_in(snapshot).seen if table.kind == "topk" else frozenset()
         if case.counted is not None:
-            barred |= frozenset(snapshot.items.ordinals_of(case.counted.items).tolist())
+            barred |= frozenset(snapshot.numbers_of(case.counted.items).tolist())
         records = Records(snapshot, case, barred)
         if snapshot.blocks(table, raw):
             case.reason = "entity_blocked"
@@ -113,6 +113,7 @@ class Explainer:
             "answer": answer,
             "directory": self._directory(snapshot, want),
             "events": _events(snapshot, case.counted),
+            "new_items": _new_items(answered),
             "page": await self._pages.told(snapshot, want.table, want)
             if want.position >= 0
             else None,
@@ -120,7 +121,7 @@ class Explainer:
             "l2": self._tier(l2),
             "same_bytes": _same(l1, l2),
             "record": None,
-            "filter": passing and {"passing": passing.count, "items": snapshot.items.count},
+            "filter": passing and {"passing": passing.count, "items": snapshot.numbered},
             "rerank": ask.options.rerank and {"by": ask.options.rerank.named},
             "previous": previous,
             "model": said.told(),
@@ -202,6 +203,17 @@ def _events(snapshot: Snapshot, counted: CountedEvents | None) -> dict[str, Any]
             for each in counted.input.events
         ],
     }
+
+
+def _new_items(case: Case) -> list[dict[str, str]]:
+    """New items in the answer, and the positions that brought them."""
+    named = () if case.answer is None else case.answer.get("items") or ()
+    found = {each.raw.decode(): each.number for each in case.new_items.items}
+    return [
+        {"item": item, "position": str(Position.of_number(found[item]))}
+        for item in named
+        if item in found
+    ]
 
 
 def _answer(case: Case, said: Said) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Replay:
         """The case as the ladder leaves it: its answer has the source, `reason` says why it is no plain hit."""
         self._seen[holding.live.generation, case.want.key] = self.stored
         ladder = Ladder(self, self, metrics, l2_deadline_s=_PLENTY_S)
-        options = RequestOptions(_PLENTY_S, case.k)
+        options = RequestOptions(_PLENTY_S, case.k, max_events=0)  # the case counts them already
         case = dataclasses.replace(case, reason=None)
         await ladder.resolve(holding, [case], Turn.of(options, time.monotonic()))
         return case

@@ -16,6 +16,7 @@ from cache.tiers.results import Found, MissReason
 from serving.admission.controller import Admission
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case, want_in
+from serving.lookup.event_counting import new_items_of
 from serving.lookup.micro_batcher import Job, LiveUnavailable, MicroBatcher
 from serving.ranking.user_vectors import vector_table
 from serving.requests.errors import Problem
@@ -98,6 +99,7 @@ class Rescorer:
         job = Job(
             snapshot, case.table.name, case.source, case.want.fingerprint, case.size_bytes,
             time.monotonic() + LIVE_S, newer=case.counted and case.counted.input,
+            new=new_items_of(snapshot, case),
         )  # fmt: skip
         try:
             computed = await asyncio.wait_for(self.batcher.infer(job), LIVE_S)

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -14,9 +14,8 @@ from redis.exceptions import RedisError
 
 from cache.errors import CorruptArtefact
 from cache.events.accept import entry_of
-from cache.events.attribute_events import AttributeEvents
+from cache.events.event import Event
 from cache.events.position import Position
-from cache.events.user_events import UserEvents
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
 from serving.fresh.newer_events import NO_LIMIT, NewerEvents
@@ -73,8 +72,7 @@ class EventFollower:
         self._floor: int | None = None
         self._blocklist = Blocklist()
         # Made once for each list: of 100,000 it takes 6 ms.
-        self._blocked: frozenset[bytes] = frozenset()
-        self._free: frozenset[bytes] = frozenset()
+        self._blocked, self._free = _Sources(), _Sources()
         self._is_at_end, self._at_end_at = False, 0.0
 
     async def run(self) -> None:
@@ -154,9 +152,9 @@ class EventFollower:
         wait_ms: int | None,
         *,
         until: int = NO_LIMIT,
-        of: frozenset[bytes] | None = None,
+        of: "_Sources | None" = None,
     ) -> int:
-        """Takes the next entries in, up to a position's number, of some users or all; how many there were."""
+        """Takes the next entries in, up to a position's number, of some sources or all; how many there were."""
         last = str(Position.of_number(newer.users.last))
         streams: Any = await client.xread({self._stream: last}, count=_AT_ONCE, block=wait_ms)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = streams[0][1] if streams else []
@@ -171,29 +169,27 @@ class EventFollower:
                 log.warning("entry %s of the stream is no event", position)
                 newer.users.last = position.number
                 continue
-            if event.user in self._blocked or (of is not None and event.user not in of):
+            if self._blocked.has_user(event) or (of is not None and not of.has(event)):
                 newer.users.last = position.number
             else:
-                newer.users.add(position, event)
-                newer.values.add(position, event)
+                newer.add(position, event, brings=not self._blocked.has_item(event))
         return len(entries)
 
     async def _take_blocklist(self, client: Redis, blocklist: Blocklist) -> None:
         """Forgets events of who is blocked now, and reads again those of who is no more."""
-        users, values = self._newer.users, self._newer.values
+        newer = self._newer
         if blocklist is not self._blocklist:
             before, self._blocked = self._blocked, _blocked(blocklist)
             self._blocklist = blocklist
-            self._free = (self._free | before) - self._blocked
-            for raw in self._blocked & users.packed.keys():
-                users.forget(raw)
-                values.forget("user", raw)
-        if self._floor is not None and self._free:
-            for raw in self._free:  # where this was tried before, and an outage ended it
-                users.forget(raw)
-                values.forget("user", raw)
-            await self._read_aside(client, self._floor, users.last, self._free)
-        self._free = frozenset()
+            self._free = _Sources(
+                (self._free.users | before.users) - self._blocked.users,
+                (self._free.items | before.items) - self._blocked.items,
+            )
+            newer.forget(self._blocked.users & newer.packed.keys(), self._blocked.items)
+        if self._floor is not None and (self._free.users or self._free.items):
+            newer.forget(*self._free)  # where this was tried before, and an outage ended it
+            await self._read_aside(client, self._floor, newer.users.last, self._free)
+        self._free = _Sources()
 
     async def _read_earlier(self, client: Redis, floor: int, before: int) -> None:
         """Reads what lies before everything that is known."""
@@ -202,7 +198,7 @@ class EventFollower:
             self._floor = floor
 
     async def _read_aside(
-        self, client: Redis, after: int, until: int, of: frozenset[bytes] | None = None
+        self, client: Redis, after: int, until: int, of: "_Sources | None" = None
     ) -> bool:
         """Reads a piece of the stream again and puts it in front, while the newest are taken in as ever.
 
@@ -220,6 +216,7 @@ class EventFollower:
             self._newer.users.put_before(aside.users, users[start : start + _AT_ONCE])
             await asyncio.sleep(0)
         self._newer.values.put_before(aside.values)
+        self._newer.items.put_before(aside.items)
         return True
 
     async def _read_whole(self, client: Redis, floor: int) -> None:
@@ -228,8 +225,7 @@ class EventFollower:
         aside = _nothing_since(floor)
         while await self._read(client, aside, None) and aside.size_bytes < self._limit_bytes:
             pass
-        self._newer.users.become(aside.users)
-        self._newer.values.become(aside.values)
+        self._newer.become(aside)
         self._floor = floor
 
     async def _drop(self, floor: int) -> None:
@@ -242,6 +238,7 @@ class EventFollower:
         while more:
             more = self._newer.values.drop_until(floor, _AT_ONCE) == _AT_ONCE
             await asyncio.sleep(0)
+        self._newer.items.drop_until(floor)
         self._newer.users.last = max(self._newer.users.last, floor)
         self._newer.users.since = floor
         self._floor = floor
@@ -256,11 +253,30 @@ class EventFollower:
         self._note(None)
 
 
-def _blocked(blocklist: Blocklist) -> frozenset[bytes]:
-    return frozenset(blocklist.entities) | frozenset(blocklist.users)
+class _Sources(NamedTuple):
+    """Users and items whose events are left out, or read again."""
+
+    users: frozenset[bytes] = frozenset()
+    items: frozenset[bytes] = frozenset()
+
+    def has_user(self, event: Event) -> bool:
+        return event.user in self.users
+
+    def has_item(self, event: Event) -> bool:
+        return event.kind == "item" and event.item in self.items
+
+    def has(self, event: Event) -> bool:
+        return self.has_user(event) or self.has_item(event)
+
+
+def _blocked(blocklist: Blocklist) -> _Sources:
+    """Those that must not be answered with."""
+    return _Sources(
+        frozenset(blocklist.entities) | frozenset(blocklist.users), frozenset(blocklist.items)
+    )
 
 
 def _nothing_since(number: int) -> NewerEvents:
-    found = NewerEvents(UserEvents(), AttributeEvents())
+    found = NewerEvents()
     found.users.last = found.users.since = found.values.since = number
     return found

@@ -17,15 +17,21 @@ class EventMetrics(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         """Metric families."""
-        users, values = self._newer.users, self._newer.values
+        users, values, items = self._newer.users, self._newer.values, self._newer.items
         for name, text, value in (
             ("lag_seconds", "Since everything was counted that had been accepted", self._lag_s()),
             ("users", "Users with events in memory", len(users)),
             ("held_bytes", "Bytes of events in memory", users.size_bytes),
+            ("new_items", "Items in memory that events brought", len(items)),
         ):
             yield GaugeMetricFamily(f"larder_events_{name}", text, value)
         yield CounterMetricFamily(
             "larder_event_values_refused",
             "Events whose values were not taken in: their item or user has too many attributes",
             values.refusals,
+        )
+        yield CounterMetricFamily(
+            "larder_event_new_items_evicted",
+            "Items that events brought and that went for newer ones",
+            items.evicted,
         )

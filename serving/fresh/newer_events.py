@@ -1,7 +1,7 @@
 """Newer events of users, as answers count them."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -9,7 +9,9 @@ from typing import NamedTuple
 import xxhash
 
 from cache.events.attribute_events import AttributeEvents
+from cache.events.event import Event
 from cache.events.event_predictor import EventInput
+from cache.events.new_items import NewItemEvents
 from cache.events.position import Position
 from cache.events.user_events import UserEvent, UserEvents
 from cache.events.user_features import takes_any
@@ -58,11 +60,13 @@ class NewerEvents:
     users: UserEvents = field(default_factory=UserEvents)
     values: AttributeEvents = field(default_factory=AttributeEvents)
     """Attributes that events set."""
+    items: NewItemEvents = field(default_factory=NewItemEvents)
+    """Items that events brought."""
 
     @property
     def size_bytes(self) -> int:
         """Memory that they take, about."""
-        return self.users.size_bytes + self.values.size_bytes
+        return self.users.size_bytes + self.values.size_bytes + self.items.size_bytes
 
     @property
     def packed(self) -> dict[bytes, bytes]:
@@ -71,6 +75,29 @@ class NewerEvents:
         With each event the user gets another object: while it is the same, an answer still counts all events.
         """
         return self.users.packed
+
+    def add(self, position: Position, event: Event, *, brings: bool = True) -> None:
+        """Takes the next event in; unless it `brings` its item, that is no new one."""
+        self.users.add(position, event)
+        self.values.add(position, event)
+        if brings:
+            self.items.add(position, event)
+
+    def become(self, other: "NewerEvents") -> None:
+        """Holds from now on what another one holds, which is given up with that."""
+        self.users.become(other.users)
+        self.values.become(other.values)
+        self.items.become(other.items)
+
+    def forget(self, users: Iterable[bytes], items: Iterable[bytes]) -> None:
+        """Forgets events of users, and new items with their values."""
+        for raw in users:
+            self.users.forget(raw)
+            self.values.forget("user", raw)
+        for raw in items:
+            if raw in self.items:
+                self.items.forget(raw)
+                self.values.forget("item", raw)
 
     def changes(self, snapshot: Snapshot, table: Table, raw: bytes) -> bool:
         """True if the user has events that the generation lacks, and that change the answers of this table."""

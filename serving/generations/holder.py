@@ -8,10 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from cache.control.key_split import Split
-from cache.events.attribute_events import AttributeEvents, NewerValues
+from cache.events.attribute_events import AttributeEvents, NewerValues, ValuesOfItems
+from cache.events.new_items import NewItem, NewItemEvents
 from cache.filters.changed_columns import ItemValue
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
@@ -53,6 +54,7 @@ class Shelf:
         aside: Executor | None = None,
         in_thread: InThread,
         attributes: AttributeEvents | None = None,
+        new_items: NewItemEvents | None = None,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.holding: Holding | None = None
@@ -60,6 +62,8 @@ class Shelf:
         self.is_blocklist_known = False
         self.attributes = AttributeEvents() if attributes is None else attributes
         """Attributes that events set, filled by who follows these; `take_values` puts them in force."""
+        self.new_items = NewItemEvents() if new_items is None else new_items
+        """Items that events brought, likewise."""
         self.pass_on: Callable[[Blocklist], Coroutine[Any, Any, None]] | None = None
         """Told of each blocklist that is in force from then on."""
         self._own, self._beside = Blocklist(), Blocklist()
@@ -199,7 +203,7 @@ class Shelf:
         self._metrics.blocklist_version.set(self.blocklist.version)
 
     async def take_values(self) -> None:
-        """Puts newer values of items' attributes in force for all that is held."""
+        """Puts newer values of items' attributes, and new items, in force for all that is held."""
         while (held := self.holding) is not None and any(map(self._is_behind, held.snapshots)):
             taking = self._taking(held.snapshots)
             changed = await asyncio.to_thread(held.each, taking.into)
@@ -209,38 +213,61 @@ class Shelf:
                 return
 
     def _taking(self, snapshots: Iterable[Snapshot]) -> "_Taking":
-        return _Taking({
-            each.generation: self.attributes.items_since(each.values_until)
-            for each in snapshots
-            if self._is_behind(each)
-        })  # fmt: skip
+        behind = [each for each in snapshots if self._is_behind(each)]
+        return _Taking(
+            {each.generation: _Newer.of(self.attributes, self.new_items, each) for each in behind}
+        )
 
     async def _current(self, snapshot: Snapshot) -> Snapshot:
-        """A snapshot that was just opened, with what events set since its night."""
+        """A snapshot that was just opened, with what events set and brought since its night."""
         if not self._is_behind(snapshot):
             return snapshot
         return await asyncio.to_thread(self._taking((snapshot,)).into, snapshot)
 
     def _is_behind(self, snapshot: Snapshot) -> bool:
-        """True if it lacks values that are here; not while others that it lacks are yet to be read again."""
-        if snapshot.filtering is None or snapshot.values_until < self.attributes.since:
+        """True if it lacks what is here; not while something else that it lacks is yet to be read again."""
+        if snapshot.values_until < self.attributes.since:
+            return False
+        if snapshot.takes is not None and snapshot.new_items_version != self.new_items.version:
+            return True
+        if snapshot.filtering is None and not snapshot.new_items:
             return False
         return self.attributes.newest_item > snapshot.values_until
 
 
-class _Taking:
-    """Takes over values that events set into snapshots, for any thread; `counts` by generation what came of them."""
+class _Newer(NamedTuple):
+    """Lack of one generation: values that events set for items, and the new items with all values of theirs."""
 
-    def __init__(self, newer: Mapping[str, NewerValues]) -> None:
+    values: NewerValues
+    new_items: tuple[NewItem, ...]
+    of_new_items: ValuesOfItems
+    version: int
+
+    @classmethod
+    def of(cls, attributes: AttributeEvents, events: NewItemEvents, snapshot: Snapshot) -> Self:
+        until = 0 if snapshot.events is None else snapshot.events.until
+        new_items = tuple(events.newer(until)) if snapshot.takes is not None else ()
+        values = attributes.of_items((each.raw for each in new_items), until)
+        return cls(attributes.items_since(snapshot.values_until), new_items, values, events.version)
+
+
+class _Taking:
+    """Takes over what events set and brought into snapshots, for any thread; `counts` by generation what came of it."""
+
+    def __init__(self, newer: Mapping[str, _Newer]) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._newer = newer
 
     def into(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot whose filters know them; items and attributes that it does not have are ignored."""
-        newer, filtering = self._newer.get(snapshot.generation), snapshot.filtering
-        if newer is None or filtering is None:
+        """The snapshot that knows them; attributes that it does not have are ignored, and those of other items."""
+        if (newer := self._newer.get(snapshot.generation)) is None:
             return snapshot
-        values = list(newer.values())
+        return self._with_new_items(self._with_values(snapshot, newer), newer)
+
+    def _with_values(self, snapshot: Snapshot, newer: _Newer) -> Snapshot:
+        if (filtering := snapshot.filtering) is None:
+            return snapshot.with_filtering(None, newer.values.until)
+        values, of_new_items = list(newer.values.values()), newer.of_new_items.packed
         ordinals = snapshot.items.ordinals_of([each.raw for each in values]).tolist()
         known = [
             ItemValue(ordinal, each.attribute, each.value)
@@ -249,9 +276,21 @@ class _Taking:
         ]
         made, found = filtering.changed_by(known)
         counts = self.counts[snapshot.generation]
-        counts["unknown item"] = len(values) - len(known)
+        pairs = zip(ordinals, values, strict=True)
+        unknown = [at < 0 and each.raw not in of_new_items for at, each in pairs]
+        counts["unknown item"] = sum(unknown)
         counts["unknown attribute"] = found.unknown
         for reasons in found.unfit.values():
             counts.update({why: len(each) for why, each in reasons.items()})
         counts["set"] = len(values) - counts.total()
-        return snapshot.with_filtering(made, newer.until)
+        return snapshot.with_filtering(made, newer.values.until)
+
+    def _with_new_items(self, snapshot: Snapshot, newer: _Newer) -> Snapshot:
+        tower = None if snapshot.events is None else snapshot.events.item_tower
+        if tower is None:
+            return snapshot
+        of_each = {each.raw: newer.of_new_items.of(each.raw) for each in newer.new_items}
+        found = tower.items(snapshot.items, newer.new_items, of_each, snapshot.new_items)
+        values = [of_each[each.raw] for each in found.items]
+        filtering = snapshot.filtering and snapshot.filtering.with_new(values, found.vectors)
+        return snapshot.with_new_items(found, filtering, newer.version)

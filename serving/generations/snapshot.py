@@ -4,19 +4,20 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
-from cache.errors import CorruptArtefact, LarderError
-from cache.events.event_predictor import EventPredictor, GenerationEvents
+from cache.errors import LarderError
+from cache.events.event_predictor import GenerationEvents
+from cache.events.new_item_tower import NewItemInputs
+from cache.events.new_items import NO_NEW_ITEMS, NewItems
 from cache.events.position import Position
 from cache.events.seen import SeenItems
 from cache.filters.attributes import AttributeColumn
@@ -30,27 +31,13 @@ from cache.model.predictor import Predictor
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import Blocklist
 from cache.tiers.tiered import View
+from serving.answers.default_lists import Default, read_defaults
 from serving.config.settings import Precision
 from serving.requests.errors import Problem
 
 log = logging.getLogger(__name__)
 
 _STAMPS = itertools.count(1)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Default:
-    """Default list of a top-K table when nothing better exists: ordinals and scores, best first."""
-
-    items: NDArray[np.uint32]
-    scores: NDArray[np.float32]
-    ordinals: Mapping[bytes, int]
-    """Ordinals of the items, by their ids."""
-
-    def among(self, raws: Iterable[bytes] | None) -> frozenset[int]:
-        """The ordinals of those of the ids that stand in it."""
-        ordinals = self.ordinals
-        return frozenset([ordinals[raw] for raw in raws or () if raw in ordinals])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +66,10 @@ class Snapshot:
     """Events that it has; None where it says nothing of any, or none are followed."""
     values_until: int = 0
     """Number of the position up to which its filters know what events set."""
+    new_items: NewItems = NO_NEW_ITEMS
+    """Items that events brought and the night did not know."""
+    new_items_version: int = 0
+    """Version of `NewItemEvents` that `new_items` were made of."""
     stamp: int = field(init=False, default_factory=_STAMPS.__next__)
     """Number of this very value: also the same generation under another blocklist or release has another one."""
     values_stamp: int = field(init=False, default_factory=_STAMPS.__next__)
@@ -117,11 +108,10 @@ class Snapshot:
         has = None if events is None or seen is None else GenerationEvents.of(manifest)
         if events is not None and seen is not None and has is not None and predictor is not None:
             opened = functools.partial(
-                EventPredictor.open, manifest, root, items, seen, predictor, threads=threads,
-                cores=cores, exact_bytes=events.exact_bytes,
+                has.opened, manifest, root, items, seen, predictor, threads=threads, cores=cores,
+                exact_bytes=events.exact_bytes,
             )  # fmt: skip
-            exact, degraded = _open_event_predictor(store, manifest, opened)
-            has = dataclasses.replace(has, predictor=exact)
+            has, degraded = _open_event_models(store, manifest, opened, has)
         blocked, blocked_ordinals = _blocked(blocklist, items)
         return cls(
             generation=generation,
@@ -134,7 +124,7 @@ class Snapshot:
             view=View(generation, directories),
             predictor=predictor,
             degraded=degraded,
-            defaults=_defaults(manifest, root, items),
+            defaults=read_defaults(manifest, root, items),
             blocklist=blocklist,
             blocked=blocked,
             blocked_ordinals=blocked_ordinals,
@@ -146,17 +136,47 @@ class Snapshot:
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
         """Snapshot of this generation under another version of the blocklist."""
-        blocked, ordinals = _blocked(blocklist, self.items)
+        blocked, ordinals = _blocked(blocklist, self.items, self.new_items)
         return dataclasses.replace(
             self, blocklist=blocklist, blocked=blocked, blocked_ordinals=ordinals
         )
 
+    def with_new_items(self, new: NewItems, filtering: Filtering | None, version: int) -> Self:
+        """Snapshot of this generation that answers with these new items, whose attributes its filters know."""
+        if new.digest == self.new_items.digest:
+            return self._alike(filtering=filtering, new_items_version=version)
+        blocked, _ = _blocked(self.blocklist, self.items, new)
+        return dataclasses.replace(
+            self, new_items=new, new_items_version=version, filtering=filtering, blocked=blocked,
+        )  # fmt: skip
+
     def with_filtering(self, filtering: Filtering | None, values_until: int) -> Self:
         """Snapshot of this generation whose filters know what events set up to a position."""
-        found = dataclasses.replace(self, filtering=filtering, values_until=values_until)
+        return self._alike(filtering=filtering, values_until=values_until)
+
+    def _alike(self, **changed: Any) -> Self:
+        found = dataclasses.replace(self, **changed)
         # Events set values all day: answers that depend on none stay what they are.
         object.__setattr__(found, "stamp", self.stamp)
         return found
+
+    @property
+    def takes(self) -> NewItemInputs | None:
+        """Input that makes an unknown item answerable; None without working models, or events."""
+        return None if self.events is None else self.events.takes
+
+    @property
+    def numbered(self) -> int:
+        """Number of items that lists may name: those of the night, and behind them the new ones."""
+        return self.items.count + len(self.new_items)
+
+    def ids_of(self, numbers: NDArray[np.uint32]) -> list[str]:
+        """External ids of items, new ones too."""
+        return self.new_items.ids_of(self.items, numbers)
+
+    def numbers_of(self, raws: Sequence[bytes]) -> NDArray[np.int64]:
+        """int64 [n] numbers of items, new ones too; -1 where an id is unknown."""
+        return self.new_items.numbers_of(raws, self.items.ordinals_of(raws))
 
     def released_as(self, epoch: int, published_at: float) -> Self:
         """Snapshot of this generation under a later release (a rollback to it, a restore)."""
@@ -253,41 +273,27 @@ def _open_predictor(
     return predictor, None
 
 
-def _open_event_predictor(
-    store: ArtefactStore, manifest: Manifest, opened: Callable[[], EventPredictor | None]
-) -> tuple[EventPredictor | None, str | None]:
+def _open_event_models(
+    store: ArtefactStore,
+    manifest: Manifest,
+    opened: Callable[[], GenerationEvents],
+    without: GenerationEvents,
+) -> tuple[GenerationEvents, str | None]:
     try:
         for artefact in [each for model in manifest.models.values() for each in model.fp32_files]:
             fetch_checked(store, manifest.generation, artefact)
-        if (predictor := opened()) is not None:
-            predictor.warm()
+        return opened(), None
     except Exception as error:  # as above
         log.exception("generation %s has no working model for newer events", manifest.generation)
-        return None, error.message if isinstance(error, LarderError) else type(error).__name__
-    return predictor, None
+        return without, error.message if isinstance(error, LarderError) else type(error).__name__
 
 
-def _blocked(blocklist: Blocklist, items: ItemTable) -> tuple[frozenset[int], NDArray[np.int64]]:
-    ordinals = items.ordinals_of(sorted(blocklist.items))
+def _blocked(
+    blocklist: Blocklist, items: ItemTable, new_items: NewItems = NO_NEW_ITEMS
+) -> tuple[frozenset[int], NDArray[np.int64]]:
+    """(numbers of all blocked items, ordinals of those of the night)."""
+    raws = sorted(blocklist.items)
+    ordinals = items.ordinals_of(raws)
     known: NDArray[np.int64] = np.sort(ordinals[ordinals >= 0])
-    return frozenset(known.tolist()), known
-
-
-def _defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, Default]:
-    raw = (root / manifest.defaults.path).read_bytes()
-    try:
-        sent = orjson.loads(raw)
-        defaults = {}
-        for name, each in sent.items():
-            raws = [id_.encode() for id_ in each["items"]]
-            ordinals = items.ordinals_of(raws)
-            if (ordinals < 0).any() or len(ordinals) != len(each["scores"]):
-                raise CorruptArtefact(f"the defaults of {name} do not fit the item table")
-            defaults[name] = Default(
-                ordinals.astype(np.uint32),
-                np.array(each["scores"], np.float32),
-                dict(zip(raws, ordinals.tolist(), strict=True)),
-            )
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptArtefact(f"{manifest.defaults.path} cannot be read: {error}") from error
-    return defaults
+    numbers = new_items.numbers_of(raws, ordinals)
+    return frozenset(numbers[numbers >= 0].tolist()), known

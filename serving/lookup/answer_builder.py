@@ -51,7 +51,7 @@ class Turn:
             return frozenset()
         found = self._excluded.get(snapshot.generation)
         if found is None:
-            ordinals = snapshot.items.ordinals_of(self.options.exclude)
+            ordinals = snapshot.numbers_of(self.options.exclude)
             found = self._excluded[snapshot.generation] = frozenset(ordinals.tolist())
         return found
 
@@ -195,7 +195,7 @@ class Reply:
         """Items of newer events, where a list was made without them."""
         if case.counted is None or case.table.kind != "topk" or _counts(case, source):
             return ()
-        return (frozenset(snapshot.items.ordinals_of(case.counted.items).tolist()),)
+        return (frozenset(snapshot.numbers_of(case.counted.items).tolist()),)
 
     def _finish(
         self,
@@ -254,7 +254,8 @@ class Reply:
         What was reused has a measure of its own.
         """
         is_near = case.near is not None and source is Source.LIVE
-        if turn.options.is_reshaped or is_near or case.counted is not None:
+        is_of_now = case.counted is not None or bool(case.new_items)
+        if turn.options.is_reshaped or is_near or is_of_now:
             return
         picks = self._watch.picks
         picks.left -= 1
@@ -281,7 +282,10 @@ def left_out(case: Case, snapshot: Snapshot, turn: Turn) -> NDArray[np.int64]:
     if (own := case.own_ordinal) is not None:  # no item is similar to itself
         gone |= {own}
     if case.counted is not None:
-        gone |= frozenset(snapshot.items.ordinals_of(case.counted.items).tolist())
+        gone |= frozenset(snapshot.numbers_of(case.counted.items).tolist())
+    if snapshot.new_items:  # those that this answer does not name
+        named = snapshot.items.count + len(case.new_items)
+        gone |= frozenset(range(named, snapshot.numbered))
     ordinals = np.array(sorted(gone), np.int64)
     if case.table.entity == "user" and snapshot.seen is not None and case.position >= 0:
         ordinals = np.concatenate([ordinals, snapshot.seen.of(case.position)])

@@ -1,11 +1,13 @@
 """Entity on its way down the ladder: what is wanted, from what it could be computed, what came of it."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import xxhash
+
 from cache.errors import InvalidInput
+from cache.events.new_items import NO_NEW_ITEMS, NewItems
 from cache.filters.masks import Passing
 from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
@@ -15,35 +17,13 @@ from cache.tiers.results import Found, Missed, MissReason, Outcome, Want
 from serving.answers.sources import Source
 from serving.fresh.newer_events import CountedEvents
 from serving.generations.snapshot import Snapshot
+from serving.lookup.yield_pacer import YieldPacer
 from serving.rendering.answer_fields import Answer, History, Prediction, history_in
 from serving.requests.errors import Problem, from_input
 from serving.requests.models import Ask, RequestedEntity, RequestOptions
 
-_TURN = 64
-_HEAVY = 16
-
 _NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
 """Reasons that hold for the previous generation as well."""
-
-
-class YieldPacer:
-    """Lets others use the event loop now and then while a large request is worked through."""
-
-    def __init__(self, options: RequestOptions | None = None) -> None:
-        is_heavy = options is not None and options.rerank is not None and options.rerank.is_heavy
-        self._each = _HEAVY if is_heavy else 1
-        self._done = 0
-
-    async def step(self, entity: RequestedEntity) -> None:
-        """Counts one more entity, a long input and an order by likeness as several."""
-        self._done += self._each
-        if entity.history or entity.features:
-            features = (entity.features or {}).values()
-            numbers = sum([len(each) if type(each) is tuple else 1 for each in features])
-            self._done += (len(entity.history or ()) + numbers) // 16
-        if self._done >= _TURN:
-            self._done = 0
-            await asyncio.sleep(0)
 
 
 class Partial(NamedTuple):
@@ -65,6 +45,7 @@ class Case:
     `dropped` counts the ids of the history that the model lacked, where live has counted them. `near` is the distance
     of the input whose answer live reused; where `is_exact`, none will do. `counted` are newer events of the user, which
     the answer counts; once `is_settled`, by leaving their items out of a list that was computed without them.
+    `new_items` are those that an answer computed now may name.
     """
 
     entity: RequestedEntity
@@ -82,6 +63,7 @@ class Case:
     is_exact: bool = False
     counted: CountedEvents | None = None
     is_settled: bool = False
+    new_items: NewItems = NO_NEW_ITEMS
     _history: tuple[str, History] | None = None
     _stored: Want | None = None
 
@@ -100,19 +82,28 @@ class Case:
         self.counted, self.is_settled, self.is_exact = counted, is_settled, True
         self.reason = self.found = None
         if not is_settled:
-            digest = counted.digest
-            self._stored, self.digest = self.want._replace(table=self.table), digest
-            self.want = Want(self.table, digest, fingerprint(digest), -1, digest)
+            self._lie_under(counted.digest)
+
+    def answer_with(self, new_items: NewItems) -> None:
+        """Takes new items into account: what is computed of an input lies under a digest that names them, too."""
+        self.new_items, self.is_exact = new_items, True
+        if new_items and self.entity.has_input and self.want.position < 0:
+            self.reason = self.found = None
+            self._lie_under(xxhash.xxh3_128_digest(self.digest + new_items.digest))
+
+    def _lie_under(self, digest: bytes) -> None:
+        self._stored, self.digest = self.of_the_night._replace(table=self.table), digest
+        self.want = Want(self.table, digest, fingerprint(digest), -1, digest)
 
     def settle(self) -> bool:
-        """Wants what the night stored from now on, where nothing can be had that counts newer events.
+        """Wants what the night stored from now on, where nothing can be had that counts newer events or new items.
 
         Returns whether there may be such a thing, which was not asked for before.
         """
         if self._stored is None:
             return False
         self.want, self._stored, self.is_settled = self._stored, None, True
-        return self.want.position >= 0
+        return self.want.position >= 0 or self.counted is None
 
     @property
     def of_the_night(self) -> Want:
@@ -171,7 +162,7 @@ class Case:
 
     def decoded(self, snapshot: Snapshot, stored: bytes) -> Record:
         """A record of this generation; raises CorruptArtefact."""
-        return decode(self.table.layout, stored, snapshot.items.count)
+        return decode(self.table.layout, stored, snapshot.numbered)
 
     def history_in(self, snapshot: Snapshot) -> History:
         """The sent history as this generation knows it, looked up once."""

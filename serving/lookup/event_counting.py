@@ -1,24 +1,40 @@
-"""Newer events taken into account, whoever asks: the one place where a case becomes one that counts them."""
+"""Newer events and new items taken into account, whoever asks: the one place where a case becomes one that has them."""
 
 from collections.abc import Sequence
 
+import xxhash
+
+from cache.events.new_items import NO_NEW, NewItemsOf
 from cache.tiers.results import MissReason
 from serving.fresh.newer_events import NO_LIMIT, NewerEvents
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case, YieldPacer
+from serving.lookup.entity import Case
+from serving.lookup.yield_pacer import YieldPacer
 from serving.requests.models import RequestOptions
+
+
+def new_items_of(snapshot: Snapshot, case: Case) -> NewItemsOf:
+    """New items that the answer of a case may name, without those that it leaves out."""
+    if not case.new_items:
+        return NO_NEW
+    raws = list(case.entity.history or ())
+    if case.counted is not None:
+        raws += case.counted.items
+    gone = {case.new_items.numbers.get(raw, -1) for raw in raws} | snapshot.blocked
+    return NewItemsOf(case.new_items, frozenset(gone), case.of_the_night.fingerprint)
 
 
 async def count_newer(
     newer: NewerEvents, snapshot: Snapshot, cases: Sequence[Case], options: RequestOptions
 ) -> None:
-    """Has cases count the events that their users have and the generation lacks, unless none are wanted.
+    """Has cases count the events that their users have and the generation lacks, and its new items, unless unwanted.
 
     Where that cannot be computed (no model, vectors that users brought along, events that are yet to be read again),
     they start settled for what the night stored.
     """
     if options.max_events == 0:
         return
+    _answer_with_new(snapshot, cases, options)
     packed, pace = newer.packed, YieldPacer()
     as_of = NO_LIMIT if options.as_of is None else options.as_of
     for case in cases:
@@ -30,6 +46,11 @@ async def count_newer(
         counted = newer.counted(snapshot, case.table, raw, sent, as_of)
         if counted is None or snapshot.events is None:
             continue
+        if new_items := case.new_items:
+            digest = xxhash.xxh3_128_digest(counted.digest + new_items.digest)
+            counted = counted._replace(digest=digest)
+        if snapshot.new_items.newest > as_of:  # some may have been others then, or gone since
+            counted = counted._replace(is_approximate=True)
         is_computed = counted.is_whole and snapshot.events.computes(
             case.table, counted.input.position
         )
@@ -38,3 +59,18 @@ async def count_newer(
             case.reason = MissReason.NEWER_EVENTS  # never one that is stored
         if snapshot.predictor is None:
             case.live_reason = "no_model"
+
+
+def _answer_with_new(snapshot: Snapshot, cases: Sequence[Case], options: RequestOptions) -> None:
+    """Has lists of users that are computed now name the new items of a generation.
+
+    Not in another order, which asks for more of an item than what is known of a new one.
+    """
+    new_items = snapshot.new_items
+    if not new_items or options.rerank is not None:
+        return
+    if options.as_of is not None:
+        new_items = new_items.up_to(options.as_of)
+    for case in cases:
+        if case.table.kind == "topk" and case.table.entity == "user":
+            case.answer_with(new_items)

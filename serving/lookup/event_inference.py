@@ -1,10 +1,11 @@
-"""Inference from newer events, beside that from what callers send."""
+"""Inference from newer events and with new items, beside that from what callers send."""
 
 import functools
 import time
 from collections.abc import Callable, Sequence
 
-from cache.events.event_predictor import EventPredictor
+from cache.errors import InvalidInput
+from cache.events.new_items import merged_lists
 from cache.model.predictor import Prepared
 from serving.lookup.micro_batcher import (
     Compute,
@@ -17,13 +18,18 @@ from serving.lookup.micro_batcher import (
 )
 from serving.near.near_matches import NearMatches
 
+_Prepare = Callable[[], Sequence[Prepared | InvalidInput | None]]
+_Predict = Callable[[Sequence[Job], Sequence[Prepared]], Sequence[Computed]]
+
 
 def compute_of(near: NearMatches | None = None, clock: Callable[[], float] = time.time) -> Compute:
     """Function that runs one inference for jobs of one snapshot, table and kind; `near` may reuse answers."""
     plain = functools.partial(compute, near=near, clock=clock)
 
     def run(jobs: Sequence[Job]) -> list[Outcome]:
-        return plain(jobs) if jobs[0].newer is None else with_events(jobs, int(clock()))
+        if jobs[0].newer is not None:
+            return with_events(jobs, int(clock()))
+        return with_new_items(jobs, int(clock())) if jobs[0].new.items else plain(jobs)
 
     return run
 
@@ -34,11 +40,42 @@ def with_events(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
     predictor = None if snapshot.events is None else snapshot.events.predictor
     if predictor is None:
         return [LiveUnavailable("no_model")] * len(jobs)
+
+    def predict(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+        prints, new = [each.fingerprint for each in some], [each.new for each in some]
+        records = predictor.predict(table, batch, prints, scored_at, new)
+        return [Computed(record, 0) for record in records]
+
+    inputs = [each.newer for each in jobs if each.newer is not None]
+    return _outcomes(jobs, lambda: predictor.prepare_all(table, inputs), predict)
+
+
+def with_new_items(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
+    """Runs one inference for jobs whose lists may name new items; each comes with the list without them as well."""
+    snapshot, table = jobs[0].snapshot, jobs[0].table
+    predictor = snapshot.predictor
+    if predictor is None:
+        return [LiveUnavailable("no_model")] * len(jobs)
+
+    def predict(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+        search, vectors = predictor.search(table), predictor.vectors(batch)
+        best = search.lists(batch, vectors, snapshot.blocked_ordinals)
+        own = predictor.lists(table, best, [each.new.own_print for each in some], scored_at)
+        merged = merged_lists(best, vectors, [each.new for each in some], search.searcher.metric)
+        records = predictor.lists(table, merged, [each.fingerprint for each in some], scored_at)
+        found = zip(records, batch, own, strict=True)
+        return [
+            Computed(record, prepared.dropped, own=without) for record, prepared, without in found
+        ]
+
+    sources = [each.source for each in jobs]
+    return _outcomes(jobs, lambda: predictor.prepare_all(table, sources), predict)
+
+
+def _outcomes(jobs: Sequence[Job], prepare: _Prepare, predict: _Predict) -> list[Outcome]:
     outcomes: list[Outcome] = [LiveUnavailable("no_usable_input")] * len(jobs)
     try:
-        found = predictor.prepare_all(
-            table, [each.newer for each in jobs if each.newer is not None]
-        )
+        found = prepare()
     except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
         return [without_frames(error)] * len(jobs)
     ready: list[tuple[int, Prepared]] = []
@@ -47,28 +84,26 @@ def with_events(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
             ready.append((place, prepared))
         elif prepared is not None:
             outcomes[place] = prepared
-    _predict(predictor, jobs, ready, outcomes, scored_at)
+    _put(jobs, ready, outcomes, predict)
     return outcomes
 
 
-def _predict(
-    predictor: EventPredictor,
+def _put(
     jobs: Sequence[Job],
     ready: Sequence[tuple[int, Prepared]],
     outcomes: list[Outcome],
-    scored_at: int,
+    predict: _Predict,
 ) -> None:
     if not ready:
         return
-    batch, prints = [each for _, each in ready], [jobs[place].fingerprint for place, _ in ready]
     try:
-        records = predictor.predict(jobs[0].table, batch, prints, scored_at)
+        found = predict([jobs[place] for place, _ in ready], [each for _, each in ready])
     except Exception as error:
         if len(ready) == 1:
             outcomes[ready[0][0]] = without_frames(error)
             return
         for one in ready:
-            _predict(predictor, jobs, [one], outcomes, scored_at)
+            _put(jobs, [one], outcomes, predict)
         return
-    for (place, _), record in zip(ready, records, strict=True):
-        outcomes[place] = Computed(record, 0)
+    for (place, _), computed in zip(ready, found, strict=True):
+        outcomes[place] = computed

@@ -14,11 +14,13 @@ from cache.tiers.results import STANDS_IN, MissReason
 from cache.tiers.singleflight import Boarded, SingleFlight
 from cache.tiers.tiered import Found, Tiered, Want
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case, YieldPacer
+from serving.lookup.entity import Case
+from serving.lookup.event_counting import new_items_of
 from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
-from serving.lookup.repeat_rate import Repeats
+from serving.lookup.yield_pacer import YieldPacer
 from serving.metrics.changed_answers import ChangedAnswers
+from serving.usage.repeat_rate import Repeats
 
 SHARED = frozenset(
     {
@@ -50,12 +52,16 @@ Key = tuple[str, str, int | bytes, bytes, bool]
 
 
 class Wanted(NamedTuple):
-    """Answer that an inference gives: of which record and input, and if it stands in for one of the night."""
+    """Answer that an inference gives: of which record and input, and if it stands in for one of the night.
+
+    `own` is the record request of the same input without new items, by the id.
+    """
 
     want: Want
     digest: bytes
     stands_in: bool
     is_kept: bool = True
+    own: Want | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +123,8 @@ class Inferences:
         """
         want, table = case.want, case.table.name
         may_reuse = table in self.reuses and case.may_reuse and case.reason in _LOOKED_UP
-        lead, key = self.lead, (snapshot.generation, table, want.key, case.digest, may_reuse)
+        digest = case.digest + case.new_items.digest
+        lead, key = self.lead, (snapshot.generation, table, want.key, digest, may_reuse)
         if (job := self._jobs.get(key)) is not None:
             job.deadline = max(job.deadline, deadline)
         joins = key in self.flights
@@ -131,11 +138,13 @@ class Inferences:
             job = Job(
                 snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline, may_reuse=may_reuse,
                 newer=None if case.is_settled else case.counted and case.counted.input,
+                new=new_items_of(snapshot, case),
             )  # fmt: skip
             self._jobs[key] = job
             # As it is now: a case that settles for less wants something else.
             is_kept = case.counted is None or not case.counted.is_past
-            asked = Wanted(want, case.digest, case.reason in STANDS_IN, is_kept)
+            own = case.of_the_night if case.new_items and case.entity.raw is not None else None
+            asked = Wanted(want, case.digest, case.reason in STANDS_IN, is_kept, own)
             if lead is None or not is_led:
                 computing = self._infer(job, asked)
             else:
@@ -170,8 +179,14 @@ class Inferences:
             computed = done.result()
             if computed.near is None:
                 ttl_s = self.overlay_ttl_s if unknown else self.outage_ttl_s
-                view = job.snapshot.view
-                self.tiers.put_live(view, asked.want, computed.record, asked.digest, ttl_s, mark)
+                view, own, record = job.snapshot.view, asked.own, computed.record
+                if (
+                    computed.own is not None and own is not None
+                ):  # an id alone tells of no new items
+                    if own.digest is not None and unknown:
+                        self.tiers.put_live(view, own, computed.own, own.digest, ttl_s)
+                    record = record if unknown else computed.own
+                self.tiers.put_live(view, asked.want, record, asked.digest, ttl_s, mark)
             elif mark is not None and self.lead is not None:
                 # Kept nowhere, for it was not computed from this input: others compute, or reuse, at once.
                 self.lead.give_back(mark)

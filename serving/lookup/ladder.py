@@ -14,9 +14,10 @@ from serving.fresh.newer_events import NewerEvents
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Reply, Turn
-from serving.lookup.entity import Case, YieldPacer, cases_of, still_open, want_of_previous
+from serving.lookup.entity import Case, cases_of, still_open, want_of_previous
 from serving.lookup.event_counting import count_newer
 from serving.lookup.micro_batcher import Computed, LiveUnavailable
+from serving.lookup.yield_pacer import YieldPacer
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
 from serving.requests.models import Ask, RequestOptions
@@ -112,7 +113,7 @@ class Ladder:
             if case.want.position >= 0 and case.entity.raw is not None
         )
         try:
-            if self.newer.packed:
+            if self.newer.packed or live.new_items:
                 await count_newer(self.newer, live, cases, turn.options)
             for rung in self._rungs:
                 if waiting := still_open(cases):
@@ -153,7 +154,7 @@ class Ladder:
                 self._spoilt(case, snapshot)
 
     def _take_stored(self, case: Case, snapshot: Snapshot, found: Found, turn: Turn) -> None:
-        record = decode(case.table.layout, found.record, snapshot.items.count)
+        record = case.decoded(snapshot, found.record)
         case.reason = found.reason
         if self._too_old(snapshot, record, turn.options.max_age_s):
             case.reason = MissReason.TOO_OLD
@@ -191,11 +192,10 @@ class Ladder:
 
     async def _compute(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
         """Live inference."""
-        snapshot = holding.live
+        snapshot, began = holding.live, self._timer()
         cases = [case for case in cases if _is_worth(case, snapshot)]
         if not cases:
             return
-        began = self._timer()
         left_s = max(0.0, turn.deadline - began)
         # What comes after live needs a little time too.
         limit_s = left_s - min(self._l2_deadline_s, left_s / 4)

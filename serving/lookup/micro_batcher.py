@@ -11,6 +11,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from cache.events.event_predictor import EventInput
+from cache.events.new_items import NO_NEW, NewItemsOf
 from cache.model.predictor import LiveInput, Predictor, Prepared
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_cost import Cost
@@ -40,23 +41,29 @@ class Job:
     """True if the answer to an input close by will do."""
     newer: EventInput | None = None
     """Newer events to compute from, in place of `source`."""
+    new: NewItemsOf = NO_NEW
+    """New items that its list may name."""
 
     @property
     def lane(self) -> str:
         """Name of what shares its batches, and what these cost."""
-        return self.table if self.newer is None else f"{self.table} with events"
+        if self.newer is not None:
+            return f"{self.table} with events"
+        return f"{self.table} with new items" if self.new.items else self.table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
     """Record that live made of an input; `dropped` counts the history's ids that the model lacks, None: not counted.
 
-    `near` is the distance of the input whose answer it reuses, None where it was computed.
+    `near` is the distance of the input whose answer it reuses, None where it was computed. `own` is the record without
+    new items, where these are in it.
     """
 
     record: bytes
     dropped: int | None = None
     near: float | None = None
+    own: bytes | None = None
 
 
 Outcome = Computed | Exception
@@ -109,12 +116,8 @@ class MicroBatcher:
         ):
             done.set_exception(LiveUnavailable("busy"))
             return done
-        lane = id(job.snapshot), job.lane
-        waiting = self._lanes.get(lane)
-        if waiting is None:
-            waiting = self._lanes[lane] = deque()
         job.queued_at = self._timer()
-        waiting.append((job, done))
+        self._lanes.setdefault((id(job.snapshot), job.lane), deque()).append((job, done))
         self.queued += 1
         self.queued_bytes += job.size_bytes
         if self._idle and not self._pump_due:
@@ -127,7 +130,8 @@ class MicroBatcher:
         """Largest share of its time that the oldest input of a lane has waited; 0 while none waits."""
         now = self._timer()
         heads = [waiting[0][0] for waiting in self._lanes.values() if waiting]
-        return max(((now - each.queued_at) / _time_of(each) for each in heads), default=0.0)
+        times = [(now - each.queued_at, each.deadline - each.queued_at) for each in heads]
+        return max((waited / max(time_s, 1e-6) for waited, time_s in times), default=0.0)
 
     def _pump(self) -> None:
         self._pump_due = False
@@ -209,10 +213,6 @@ class MicroBatcher:
         if self._lanes:  # the next batch first: the model works while answers are handed out
             self._pump()
         _resolve(batch, outcomes)
-
-
-def _time_of(job: Job) -> float:
-    return max(job.deadline - job.queued_at, 1e-6)
 
 
 def _resolve(batch: Sequence[Place], outcomes: Sequence[Outcome]) -> None:

@@ -12,8 +12,9 @@ from serving.answers.sources import Source
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Turn, left_out
-from serving.lookup.entity import Case, YieldPacer, cases_of
+from serving.lookup.entity import Case, cases_of
 from serving.lookup.ladder import Ladder
+from serving.lookup.yield_pacer import YieldPacer
 from serving.ranking.filters import Filters, Search
 from serving.ranking.user_vectors import metric_of, vector_table
 from serving.rendering.answer_fields import Answer

@@ -23,7 +23,7 @@ Barred = tuple[frozenset[int], ...]
 
 
 class History(NamedTuple):
-    """A sent history in one generation: `seen` ordinals, and how many ids its models do not know."""
+    """A sent history in one generation: `seen` numbers of items, and how many ids its models do not know."""
 
     seen: frozenset[int]
     dropped: int
@@ -86,9 +86,11 @@ def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> History:
     """Sent history as one generation knows it; an id that comes twice counts once, as live has it."""
     if not history:
         return _NO_HISTORY
-    ordinals = snapshot.items.ordinals_of(list(dict.fromkeys(history)))
+    raws = list(dict.fromkeys(history))
+    ordinals = snapshot.items.ordinals_of(raws)
     dropped = int((snapshot.items.to_model(ordinals) < 0).sum())
-    return History(frozenset(ordinals.tolist()), dropped)
+    numbers = snapshot.new_items.numbers_of(raws, ordinals)
+    return History(frozenset(numbers.tolist()), dropped)
 
 
 def _top(
@@ -124,7 +126,7 @@ def listed(
     """The first k of these, by their own order or a re-ranker's."""
     places = slice(k) if reranker is None else reranker.places(items, scores, k)
     items, scores = items[places], scores[places]
-    return {"items": snapshot.items.ids_of(items), "scores": scores, "short": len(items) < k}
+    return {"items": snapshot.ids_of(items), "scores": scores, "short": len(items) < k}
 
 
 def age_s(snapshot: Snapshot, now: float) -> float:

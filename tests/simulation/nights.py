@@ -24,7 +24,8 @@ from cache.model.input_preparation import LiveInput, Prepared, prepare_all
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.blocklist import Blocklist
 from cache.tiers.results import View
-from serving.generations.snapshot import Default, Snapshot
+from serving.answers.default_lists import Default
+from serving.generations.snapshot import Snapshot
 
 TABLE = "user_topk"
 WIDTH = 5

@@ -25,8 +25,9 @@ from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
 from serving.admission.deadline_check import Lateness
 from serving.admission.gate import AdmissionGate
+from serving.answers.default_lists import Default
 from serving.config.settings import ServingConfig
-from serving.generations.snapshot import Default, Snapshot
+from serving.generations.snapshot import Snapshot
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, compute

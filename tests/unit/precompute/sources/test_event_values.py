@@ -71,7 +71,11 @@ def test_the_table_is_the_one_with_these_values(
     unusable = Unusable()
 
     found = with_event_values(
-        batches(ids, rows, size), values, kind="user", unusable=unusable, adds=adds
+        batches(ids, rows, size),
+        values,
+        kind="user",
+        unusable=unusable,
+        adds=values if adds else (),
     )
 
     wanted = [(id_, row | dict(values.get(id_.encode(), {}))) for id_, row in told]

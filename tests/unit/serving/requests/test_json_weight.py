@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serving.arrow_ipc.reader import BATCHES_MAX
-from serving.lookup.entity import YieldPacer
+from serving.lookup.yield_pacer import YieldPacer
 from serving.requests import content, fields
 from serving.requests.content import LARGE, beside, lookup_of, peek, refuse, take
 from serving.requests.errors import Problem

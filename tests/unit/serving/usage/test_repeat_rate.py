@@ -10,9 +10,9 @@ from cache.l2.lease_commands import LeaseTake
 from serving.generations.served_set import Holding
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.repeat_rate import OFTEN, PROBE_EVERY, RARELY, WINDOW, Repeats
 from serving.rendering.answer_fields import Answer
 from serving.requests.models import Ask
+from serving.usage.repeat_rate import OFTEN, PROBE_EVERY, RARELY, WINDOW, Repeats
 from tests.unit.serving.world import World, ask, entity, ids
 
 

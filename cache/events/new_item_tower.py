@@ -1,0 +1,175 @@
+"""Vectors of new items, from what a generation's models take of an item that no night has seen. Thread-safe."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache.errors import InvalidInput
+from cache.events.attribute_events import VALUES_MAX
+from cache.events.event import Event
+from cache.events.new_items import NO_NEW_ITEMS, NewItem, NewItems
+from cache.events.user_features import features_with
+from cache.format.item_table import ItemTable
+from cache.format.manifest import Manifest
+from cache.model.feature_checks import check_features, stack_features
+from cache.model.tower import Tower
+from cache.model.tower_spec import InputSpec, TowerSpec
+
+ITEM_TOWER: Final = "item_tower"
+ITEM_VECTORS: Final = "item_vectors"
+"""Fact of a manifest: its items are a table of vectors beside the bundle, which takes a row for each new item."""
+
+_AT_ONCE: Final = 256
+_FIXED: Final = (
+    "the item tower of the live generation takes an item's index, so its items are those of the bundle: train or "
+    "import the bundle anew with the item, or let a tower compute its vector from features"
+)
+
+
+class UnfitNewItem(InvalidInput):
+    """A new item that the models of a generation cannot answer with."""
+
+    code = "unfit_item"
+
+
+class FixedItems(UnfitNewItem):
+    """A new item where the models know those alone that they were made of."""
+
+    code = "fixed_items"
+
+
+@dataclass(frozen=True, slots=True)
+class NewItemInputs:
+    """Input that makes an item answerable: `features` of the item tower, a vector of `dims` numbers, or neither."""
+
+    features: tuple[InputSpec, ...] = ()
+    dims: int = 0
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        """Input by a manifest's item tower."""
+        if manifest.facts.get(ITEM_VECTORS):
+            return cls(dims=manifest.items.dims)
+        model = manifest.models.get(ITEM_TOWER)
+        spec = None if model is None else TowerSpec.from_json(model.spec)
+        if spec is None or len(spec.features) < len(spec.inputs):
+            return cls()
+        return cls(spec.features)
+
+    def check(self, event: Event) -> None:
+        """Raises UnfitNewItem (`field`) for an event that brings an item which cannot be answered with."""
+        if len(event.values) > VALUES_MAX:
+            raise UnfitNewItem(
+                f"it has {len(event.values)} features and attributes, {VALUES_MAX} of one item are kept",
+                field="features",
+            )
+        if self.features:
+            self._check_features(event)
+        elif self.dims:
+            if event.vector is None:
+                raise UnfitNewItem(
+                    "items of the live generation are a table of vectors, no tower makes one of features: send a "
+                    f"vector of {self.dims} numbers",
+                    field="features",
+                )
+            if len(event.vector) != self.dims:
+                raise UnfitNewItem(
+                    f"items of the live generation have vectors of {self.dims} numbers, not {len(event.vector)}",
+                    field="vector",
+                )
+        else:
+            raise FixedItems(_FIXED, field="vector" if event.features is None else "features")
+
+    def _check_features(self, event: Event) -> None:
+        columns = sorted(str(each.column) for each in self.features)
+        takes = f"the item tower of the live generation takes {', '.join(columns)}"
+        if event.vector is not None:
+            raise UnfitNewItem(
+                f"{takes} and makes the vector itself: send these as features, and no vector",
+                field="vector",
+            )
+        given = event.features or {}
+        if missing := [each for each in columns if each not in given]:
+            raise UnfitNewItem(
+                f"{takes}: {', '.join(missing)} is missing; send all of them with a new item, and what changes of one "
+                "that is known as attributes",
+                field="features",
+            )
+        try:
+            check_features(self.features, {each: given[each] for each in columns})
+        except InvalidInput as error:
+            field = f"features.{error.details.get('field')}"
+            raise UnfitNewItem(f"{takes}: {error.message}", field=field) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewItemTower:
+    """Tower that makes vectors of new items as the night makes those of all, or none where these come with theirs."""
+
+    inputs: NewItemInputs
+    tower: Tower | None = None
+
+    @classmethod
+    def open(cls, manifest: Manifest, root: Path, *, threads: int, cores: Sequence[int]) -> Self:
+        """Opens the item tower in fp32 where items are made of features."""
+        inputs = NewItemInputs.of(manifest)
+        if not inputs.features:
+            return cls(inputs)
+        model = manifest.models[ITEM_TOWER]
+        spec = TowerSpec.from_json(model.spec)
+        tower = Tower.open(root / model.fp32.path, spec, threads=threads, cores=cores)
+        return cls(inputs, tower)
+
+    def items(
+        self,
+        table: ItemTable,
+        sent: Sequence[NewItem],
+        values: Mapping[bytes, Mapping[str, Any]],
+        before: NewItems = NO_NEW_ITEMS,
+    ) -> NewItems:
+        """Those of `sent` that the generation does not know, and that its models can take.
+
+        `values` are what events set for each, by column. Vectors of `before` whose inputs are the same stay.
+        """
+        known = table.ordinals_of([each.raw for each in sent]) >= 0
+        new = [each for each, is_known in zip(sent, known.tolist(), strict=True) if not is_known]
+        found = [(each, *self._input(each, values.get(each.raw, {}))) for each in new]
+        usable = [(item, given, row) for item, given, row in found if given]
+        held = dict(zip(before.inputs, before.vectors, strict=True))
+        fresh = list({given: row for _, given, row in usable if given not in held}.items())
+        for start in range(0, len(fresh), _AT_ONCE):
+            some = fresh[start : start + _AT_ONCE]
+            made = self._vectors([row for _, row in some])
+            held |= {given: vector for (given, _), vector in zip(some, made, strict=True)}
+        usable = [each for each in usable if np.isfinite(held[each[1]]).all()]
+        if not usable:
+            return NO_NEW_ITEMS
+        vectors = np.ascontiguousarray([held[given] for _, given, _ in usable], np.float32)
+        vectors.flags.writeable = False
+        items = tuple(item for item, _, _ in usable)
+        return NewItems(table.count, items, vectors, tuple(given for _, given, _ in usable))
+
+    def _input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
+        """(what names the input, the input itself), the first empty where the models cannot take it."""
+        if self.inputs.features:
+            given = features_with({}, values, self.inputs.features)
+            if given is None:
+                return b"", None
+            return orjson.dumps(given, option=orjson.OPT_SORT_KEYS), given
+        if self.inputs.dims and item.vector is not None and len(item.vector) == self.inputs.dims:
+            return item.vector.tobytes(), item.vector
+        return b"", None
+
+    def _vectors(self, rows: Sequence[Any]) -> NDArray[np.float32]:
+        if self.tower is None:
+            return np.array(rows, np.float32)
+        checked = [check_features(self.inputs.features, each) for each in rows]
+        return self.tower.run({
+            each.name: stack_features(each, [row[each.name] for row in checked])
+            for each in self.inputs.features
+        })  # fmt: skip

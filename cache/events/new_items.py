@@ -1,0 +1,253 @@
+"""New items that events brought: bounded, as a process keeps them, and as one generation answers with them. Pure."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from cache.events.event import Event
+from cache.events.position import Position
+from cache.format.item_table import ItemTable
+from cache.format.records.layout import NO_ITEM
+from cache.model.ranking import Metric, score
+
+Ranked = tuple[NDArray[np.uint32], NDArray[np.float32]]
+"""Numbers and scores [n, width], best first; unused slots are NO_ITEM and 0."""
+
+_ENTITY_BYTES: Final = 180
+"""Memory of an item besides its id and vector, about."""
+_NO_VECTORS: Final = np.empty((0, 0), np.float32)
+
+
+class NewItem(NamedTuple):
+    """Item that an event brought: the number of its newest position, and its vector if it came with one."""
+
+    raw: bytes
+    number: int
+    vector: NDArray[np.float32] | None = None
+
+
+class NewItemEvents:
+    """Items of events that have `features` or a `vector`, the newest `most` of them: what is oldest goes first.
+
+    Positions only grow. The features themselves are values of `AttributeEvents`, where those set later count as well.
+    """
+
+    def __init__(self, most: int = sys.maxsize) -> None:
+        self.size_bytes = 0
+        self.last = 0
+        """Number of the newest position that was looked at."""
+        self.version = 0
+        """Number of changes: who knows it as it was at this one knows all."""
+        self.evicted = 0
+        """Number of items that had to go for newer ones."""
+        self._most = most
+        self._evicted_until = 0
+        # In the order of the newest positions, newest last.
+        self._held: dict[bytes, NewItem] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, raw: bytes) -> bool:
+        return raw in self._held
+
+    def add(self, position: Position, event: Event) -> bool:
+        """Takes the next event in; False for one that was there, True also where it brings no item."""
+        number = position.number
+        if number <= self.last:
+            return False
+        self.last = number
+        raw = event.item
+        if raw is None or event.kind != "item" or not brings_item(event):
+            return True
+        vector = None if event.vector is None else np.array(event.vector, np.float32)
+        before = self._forgotten(raw)
+        if vector is None and before is not None:
+            vector = before.vector
+        self._put(NewItem(raw, number, vector))
+        self._evict()
+        self.version += 1
+        return True
+
+    def newer(self, number: int) -> list[NewItem]:
+        """Items behind this position's number, in the order of their positions."""
+        return [each for each in self._held.values() if each.number > number]
+
+    def drop_until(self, number: int) -> int:
+        """Forgets items up to this position's number; how many they were."""
+        gone = [raw for raw, each in self._held.items() if each.number <= number]
+        for raw in gone:
+            self.forget(raw)
+        return len(gone)
+
+    def become(self, other: "NewItemEvents") -> None:
+        """Holds from now on what another one holds, which is given up with that."""
+        self._held, self.size_bytes, self.last = other._held, other.size_bytes, other.last
+        self._evict()
+        self.version += 1
+
+    def put_before(self, other: "NewItemEvents") -> None:
+        """Adds what another one holds of earlier positions."""
+        newer = self._held
+        earlier = {raw: each for raw, each in other._held.items() if raw not in newer}
+        if not earlier:
+            return
+        self._held = {}
+        for each in sorted([*earlier.values(), *newer.values()], key=lambda each: each.number):
+            self._held[each.raw] = each
+        self.size_bytes = sum(map(_size_bytes, self._held.values()))
+        self._evict()
+        self.version += 1
+
+    def forget(self, raw: bytes) -> None:
+        """Forgets an item, for one that was erased."""
+        if self._forgotten(raw) is not None:
+            self.version += 1
+
+    def _put(self, item: NewItem) -> None:
+        self._held[item.raw] = item
+        self.size_bytes += _size_bytes(item)
+
+    def _forgotten(self, raw: bytes) -> NewItem | None:
+        found = self._held.pop(raw, None)
+        if found is not None:
+            self.size_bytes -= _size_bytes(found)
+        return found
+
+    def _evict(self) -> None:
+        while len(self._held) > self._most:
+            number = next(iter(self._held.values())).number
+            self._forgotten(next(iter(self._held)))
+            if number > self._evicted_until:  # not once more where the stream is read again
+                self._evicted_until = number
+                self.evicted += 1
+
+
+def brings_item(event: Event) -> bool:
+    """True if the event makes its item answerable."""
+    return bool(event.features) or event.vector is not None
+
+
+def _size_bytes(item: NewItem) -> int:
+    vector = 0 if item.vector is None else item.vector.nbytes
+    return _ENTITY_BYTES + len(item.raw) + vector
+
+
+@dataclass(frozen=True, eq=False)  # no slots: the numbers by id are kept beside the fields
+class NewItems:
+    """New items of one generation, in the order of their positions, with vectors float32 [n, dims].
+
+    Their numbers begin behind the generation's own items, at `first`: of two equal scores that of an own item comes
+    first, then the earlier one. `inputs` are what each vector was made of, and with the positions name the whole.
+    """
+
+    first: int = 0
+    items: tuple[NewItem, ...] = ()
+    vectors: NDArray[np.float32] = field(default_factory=lambda: _NO_VECTORS)
+    inputs: tuple[bytes, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest one's position; 0 without any."""
+        return self.items[-1].number if self.items else 0
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of ids, positions and inputs: answers of equal digests had the same new items; empty without any."""
+        if not self.items:
+            return b""
+        whole = xxhash.xxh3_128()
+        for item, given in zip(self.items, self.inputs, strict=True):
+            for part in (item.raw, item.number.to_bytes(8, "little"), given):
+                whole.update(len(part).to_bytes(4, "little") + part)
+        return whole.digest()
+
+    @cached_property
+    def numbers(self) -> Mapping[bytes, int]:
+        """Numbers by id."""
+        return {each.raw: self.first + place for place, each in enumerate(self.items)}
+
+    def ids_of(self, own: ItemTable, numbers: NDArray[np.uint32]) -> list[str]:
+        """External ids by number, of the generation's own items too."""
+        if not self.items or not (is_new := numbers >= self.first).any():
+            return own.ids_of(numbers)
+        ids = iter(own.ids_of(numbers[~is_new]))
+        return [
+            self.items[number - self.first].raw.decode() if number >= self.first else next(ids)
+            for number in numbers.tolist()
+        ]
+
+    def numbers_of(self, raws: Sequence[bytes], ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 [n] numbers of items whose `ordinals` among the generation's own are known, -1 for no item."""
+        if not self.items or not (ordinals < 0).any():
+            return ordinals
+        pairs = zip(raws, ordinals.tolist(), strict=True)
+        found = [at if at >= 0 else self.numbers.get(raw, -1) for raw, at in pairs]
+        return np.array(found, np.int64)
+
+    def up_to(self, position: int) -> Self:
+        """Those up to a position's number; their numbers stay."""
+        count = sum(each.number <= position for each in self.items)
+        if count == len(self.items):
+            return self
+        return type(self)(self.first, self.items[:count], self.vectors[:count], self.inputs[:count])
+
+    def merged(
+        self,
+        best: Ranked,
+        row: int,
+        vector: NDArray[np.float32],
+        gone: frozenset[int],
+        metric: Metric,
+    ) -> None:
+        """Puts those that are not `gone` into one row of lists found for a vector, in place, as if found with it."""
+        left = [place for place in range(len(self.items)) if self.first + place not in gone]
+        if not left:
+            return
+        numbers, scores = best[0][row], best[1][row]
+        used = numbers != NO_ITEM
+        own = score(vector[None], self.vectors, np.array([left], np.int64), metric)[0]
+        both = np.concatenate([numbers[used], np.array(left, np.uint32) + np.uint32(self.first)])
+        all_scores = np.concatenate([scores[used], own])
+        order = np.lexsort((both, -all_scores))[: len(numbers)]
+        numbers[: len(order)], scores[: len(order)] = both[order], all_scores[order]
+
+
+NO_NEW_ITEMS: Final = NewItems()
+"""New items of a generation without any."""
+
+
+class NewItemsOf(NamedTuple):
+    """New items that one answer may name, and numbers of items that it leaves out.
+
+    `own_print` is the fingerprint of the record that the same input has without them.
+    """
+
+    items: NewItems = NO_NEW_ITEMS
+    gone: frozenset[int] = frozenset()
+    own_print: int = 0
+
+
+NO_NEW: Final = NewItemsOf()
+
+
+def merged_lists(
+    best: Ranked, vectors: NDArray[np.float32], new: Sequence[NewItemsOf], metric: Metric
+) -> Ranked:
+    """Lists with the new items of each row among them; the lists that come in stay as they are."""
+    if not any(len(each.items) for each in new):
+        return best
+    found = best[0].copy(), best[1].copy()
+    for row, (items, gone, _) in enumerate(new):
+        if len(items):
+            items.merged(found, row, vectors[row], gone, metric)
+    return found

@@ -1,0 +1,73 @@
+"""New items among a list that is computed: 1,024 of them beside 100,000 items (quick: 20,000) of 64 dimensions.
+
+- `with_new_vs_without`: lists per second of one user by the exact search and with the new items put in, over those by
+  the search alone.
+
+Figures: milliseconds of each, and of the new items alone.
+"""
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from cache.events.new_items import NewItem, NewItems, NewItemsOf, merged_lists
+from cache.topk.topk import Scorer
+from tests.bench.tools.harness import Options, Report, alternate, parse
+
+ITEMS, QUICK_ITEMS, NEW, DIMS, K = 100_000, 20_000, 1_024, 64, 100
+
+
+def measure(report: Report, options: Options) -> None:
+    """In this process, on one thread."""
+    rng = np.random.default_rng(0)
+    count = QUICK_ITEMS if options.quick else ITEMS
+    scorer = Scorer.of(rng.standard_normal((count, DIMS)).astype(np.float32))
+    users = rng.standard_normal((64, DIMS)).astype(np.float32)
+    vectors = rng.standard_normal((NEW, DIMS)).astype(np.float32)
+    items = tuple(NewItem(b"new-%d" % at, at + 1) for at in range(NEW))
+    new = [NewItemsOf(NewItems(count, items, vectors, tuple(row.tobytes() for row in vectors)))]
+    times: dict[str, list[float]] = {"without": [], "with": [], "new items alone": []}
+
+    def timed(name: str, work: Callable[[], object]) -> float:
+        started = perf_counter()
+        work()
+        times[name].append(1e3 * (perf_counter() - started))
+        return 1e3 / times[name][-1]
+
+    def user() -> np.ndarray:
+        return users[[int(rng.integers(len(users)))]]
+
+    def without() -> float:
+        one = user()
+        return timed("without", lambda: scorer.top(one, K, threads=1))
+
+    def with_new() -> float:
+        one = user()
+        return timed(
+            "with",
+            lambda: merged_lists(scorer.top(one, K, threads=1), one, new, "inner_product"),
+        )
+
+    found = alternate(without, {"with": with_new}, rounds=max(51, options.rounds))
+    report.ratios["with_new_vs_without"] = found["with"]
+    for _ in range(51):
+        one = user()
+        best = scorer.top(one, K, threads=1)
+        timed("new items alone", lambda: merged_lists(best, one, new, "inner_product"))  # noqa: B023
+    for name, each in times.items():
+        report.figures[f"{name}: milliseconds"] = round(median(each), 3)
+    report.figures["items"], report.figures["new items"] = count, NEW
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("new_items", ("numpy",))
+    measure(report, options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

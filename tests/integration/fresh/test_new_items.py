@@ -1,0 +1,295 @@
+"""New items come over HTTP, answers name them, and the next night has them with the same lists."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from cache.config.events import EventsConfig
+from cache.events.event import Event
+from cache.events.position import BEGINNING
+from cache.store.blocklist import Blocklist
+from precompute.config.settings import NightConfig
+from precompute.steps import take_events
+from tests.integration.attributes.test_night import FIRST, SECOND, prepared
+from tests.integration.feature_towers import DIMS
+from tests.integration.fresh.followed_stream import Stream
+from tests.integration.nights import histories, prepare, publish_night
+from tests.integration.serving_app import Running, eventually, serving
+
+IN_STOCK: dict[str, Any] = {"==": ["stock", True]}
+STRANGER = "somebody-new"
+
+
+def brought(count: int, *, size: float = 3.0) -> list[dict[str, Any]]:
+    """Events of new items, whose vectors are long: each stands first in many lists."""
+    rng = np.random.default_rng(8)
+    looks = (size * rng.standard_normal((count, DIMS))).astype(np.float32)
+    return [
+        {
+            "id": f"n{at}", "item": f"new-{at}", "features": {"looks": row.tolist(), "brand": "acme"},
+            "attributes": {"stock": at % 2 == 0},
+        }
+        for at, row in enumerate(looks)
+    ]  # fmt: skip
+
+
+async def send(app: Running, events: list[dict[str, Any]]) -> dict[str, Any]:
+    response = await app.http.post("/v1/events", json={"events": events})
+    assert response.status_code == 202, response.text
+    told: dict[str, Any] = response.json()
+    return told
+
+
+async def lists(app: Running, entities: list[Any], **options: Any) -> list[dict[str, Any]]:
+    """Answers of the table of lists."""
+    found = await app.post("/v1/lookup/user_topk", {"entities": entities, **options})
+    answers: list[dict[str, Any]] = found["answers"]
+    return answers
+
+
+def new_in(answer: dict[str, Any]) -> set[str]:
+    return {each for each in answer["items"] if each.startswith("new-")}
+
+
+async def until(app: Running, holds: Callable[[Any], bool]) -> None:
+    """Waits for what the live snapshot is."""
+
+    async def look() -> bool:
+        return holds(app.service.follower.shelf.live)
+
+    assert await eventually(look)
+
+
+def sent_by(config: NightConfig) -> list[dict[str, Any]]:
+    """Entities that bring along what to compute from."""
+    items = sorted({item for each in histories(config, FIRST).values() for item in each})
+    return [
+        {"history": items[at : at + 3], "features": {"country": at % 5}, **named}
+        for at, named in enumerate([{}, {"id": STRANGER}, {}, {"id": "somebody-else"}])
+    ]
+
+
+@pytest.fixture
+def config(tmp_path: Path, redis_url: str) -> NightConfig:
+    return replace(prepared(tmp_path, redis_url), events=EventsConfig(enabled=True))
+
+
+async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists(
+    config: NightConfig,
+) -> None:
+    publish_night(config, FIRST)
+    had = histories(config, FIRST)
+    users, items = sorted(had)[:40], sorted({item for each in had.values() for item in each})
+    plain, clicking = users[20:], users[:20]
+    clicks = [
+        {"id": f"c{at}", "user": user, "item": "new-0" if at % 5 == 0 else items[at]}
+        for at, user in enumerate(clicking)
+    ]
+    new, strangers = brought(6), sent_by(config)
+    async with serving(config, events=config.events, precision="fp32") as app:
+        before = await lists(app, plain)
+        assert (await send(app, new))["accepted"] == 6
+        await until(app, lambda live: len(live.new_items) == 6)
+        assert (await send(app, clicks))["accepted"] == 20
+
+        async def all_count() -> bool:
+            return all("events" in each for each in await lists(app, clicking))
+
+        assert await eventually(all_count)
+        day, again = await lists(app, clicking), await lists(app, clicking)
+        # Whoever has no newer event has the night's list, and filters that need more of it search for it.
+        assert [each["items"] for each in await lists(app, plain)] == [
+            each["items"] for each in before
+        ]
+        filtered = await lists(app, [*plain, *clicking], filter=IN_STOCK)
+        live = await lists(app, strangers)
+        kept = await lists(app, strangers)
+        by_id = (await lists(app, [STRANGER]))[0]
+
+        take_events.run(config)
+        second = publish_night(config, SECOND)
+        await until(app, lambda live: live.generation == second)
+        assert len(app.service.follower.shelf.live.new_items) == 0
+        night = await lists(app, clicking)
+        night_filtered = await lists(app, [*plain, *clicking], filter=IN_STOCK)
+        night_live = await lists(app, strangers)
+
+    assert sum(bool(new_in(each)) for each in day) > 10
+    for at, (ours, theirs) in enumerate(zip(day, night, strict=True)):
+        assert "new-0" not in ours["items"] or at % 5
+        assert ours["producer"] == "live" and theirs["producer"] == "batch"
+        assert ours["items"] == theirs["items"] and ours["scores"] == theirs["scores"]
+    assert [each["source"] for each in again] == ["l1"] * 20
+    assert [each["items"] for each in again] == [each["items"] for each in day]
+    assert sum(bool(new_in(each)) for each in filtered) > 20
+    assert not {"new-1", "new-3", "new-5"} & set().union(*map(new_in, filtered))
+    searched = [
+        (ours["items"], theirs["items"])
+        for ours, theirs in zip(filtered, night_filtered, strict=True)
+        if new_in(ours)
+    ]
+    assert all(ours == theirs for ours, theirs in searched)
+    assert any(map(new_in, live))
+    for ours, theirs, stored in zip(live, night_live, kept, strict=True):
+        assert ours["source"] == "live" and stored["source"] == "l1"
+        assert ours["items"] == theirs["items"] == stored["items"]
+    # An id alone tells of no input, and so of no new items.
+    assert by_id["producer"] == "live" and not new_in(by_id)
+    assert [each for each in live[1]["items"] if each not in new_in(live[1])] == by_id["items"][
+        : len(live[1]["items"]) - len(new_in(live[1]))
+    ]
+
+
+async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
+    publish_night(config, FIRST)
+    user = min(histories(config, FIRST))
+    async with serving(config, events=config.events) as app:
+        await send(app, brought(6))
+        await until(app, lambda live: len(live.new_items) == 6)
+        entity = sent_by(config)[0]
+        (named,) = await lists(app, [entity])
+        assert new_in(named)
+        some = sorted(new_in(named))
+        (without,) = await lists(app, [entity], exclude=some[:1])
+        assert some[0] not in without["items"] and new_in(without) == set(some[1:])
+        (seen,) = await lists(app, [{**entity, "history": [*entity["history"], some[0]]}])
+        assert some[0] not in seen["items"] and seen["dropped_history"] == 1
+        for options in (
+            {"max_events": 0}, {"rerank": {"diversify": {"attribute": "brand", "most": 3}}},
+            {"rerank": {"diversify": {"attribute": "brand", "most": 3}}, "filter": IN_STOCK},
+        ):  # fmt: skip
+            (answer,) = await lists(app, [entity], **options)
+            assert answer["items"] and not new_in(answer), options
+        (stored,) = await lists(app, [user])
+        assert stored["producer"] == "batch" and not new_in(stored)
+        items = sorted({item for each in histories(config, FIRST).values() for item in each})
+        similar = await app.post(
+            "/v1/lookup/item_similar", {"entities": items[:20], "filter": IN_STOCK}
+        )
+        assert not any(map(new_in, similar["answers"]))
+        scored = await app.post("/v1/score", {"user": user, "items": ["new-0", items[0]]})
+        assert scored["unknown"] == ["new-0"]
+
+        told = await app.post("/v1/explain/user_topk", {"entities": [entity]})
+        assert [each["item"] for each in told["new_items"]] == [
+            each for each in named["items"] if each in new_in(named)
+        ]
+
+        shelf = app.service.follower.shelf
+        blocklist = Blocklist(9, items=frozenset([some[0].encode()]))
+        await shelf.block(blocklist)
+        assert some[0] not in (await lists(app, [entity]))[0]["items"]
+        await until(app, lambda live: len(live.new_items) == 5)
+        (answer,) = await lists(app, [entity])
+        assert new_in(answer) == set(some[1:]) and not answer["short"]
+        held = app.service.ladder.newer
+        assert some[0].encode() not in held.items
+        raw = some[0].encode()
+        assert not held.values.of_items([raw], 0).of(raw)
+
+
+async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(
+    config: NightConfig,
+) -> None:
+    config = replace(config, events=replace(config.events, new_items=2))
+    publish_night(config, FIRST)
+    entities = [
+        {**each, "features": {"country": country}}
+        for each in sent_by(config) if "id" not in each
+        for country in range(5)
+    ]  # fmt: skip
+    async with serving(config, events=config.events) as app:
+        await send(app, brought(3))
+        await until(app, lambda live: len(live.new_items) == 2)
+        ids = [each.raw for each in app.service.follower.shelf.live.new_items.items]
+        assert ids == [b"new-1", b"new-2"]
+        assert (await app.counted("larder_event_new_items_evicted_total"))[()] == 1
+        assert (await app.counted("larder_events_new_items"))[()] == 2
+        first = await lists(app, entities)
+
+        # Another vector, and another value that filters see
+        looks = [-each for each in brought(3)[2]["features"]["looks"]]
+        change = {
+            "id": "x", "item": "new-2", "features": {"looks": looks}, "attributes": {"stock": False},
+        }  # fmt: skip
+        before = app.service.follower.shelf.live.new_items.digest
+        await send(app, [change])
+        await until(app, lambda live: live.new_items.digest != before)
+        second = await lists(app, entities)
+        named, now = (
+            {at for at, each in enumerate(some) if "new-2" in each["items"]}
+            for some in (first, second)
+        )
+        assert named and now and not named & now  # its scores have the other sign
+        assert not any(map(new_in, await lists(app, entities, filter=IN_STOCK)))
+
+
+async def test_what_the_model_cannot_take_is_refused_at_once(
+    config: NightConfig, tmp_path: Path, redis_url: str
+) -> None:
+    publish_night(config, FIRST)
+    bad = [
+        {"id": "1", "item": "new", "vector": [1.0, 2.0]},
+        {"id": "2", "item": "new", "features": {"brand": "acme"}},
+        {"id": "3", "item": "new", "features": {"looks": [1.0]}},
+    ]
+    async with serving(config, events=config.events) as app:
+        told = await send(app, bad)
+        assert told["accepted"] == 0
+        assert [each["reason"] for each in told["rejected"]] == ["unfit_item"] * 3
+        assert "send these as features" in told["rejected"][0]["detail"]
+        counted = await app.counted("larder_events_total")
+        assert counted["unfit_item",] == 3
+
+        with redis.Redis.from_url(redis_url) as client:
+            client.xadd(config.keyspace().inbox, {"e": b'{"id":"4","item":"new","vector":[1]}'})
+
+            async def is_rejected() -> bool:
+                found: Any = client.xrevrange(config.keyspace().rejected_events, count=1)
+                return (
+                    bool(found)
+                    and found[0][1][b"reason"] == b"unfit_item"
+                    and b"vector" in str(found).encode()
+                )
+
+            assert await eventually(is_rejected)
+
+            async def four() -> bool:
+                return (await app.counted("larder_events_total"))["unfit_item",] == 4
+
+            assert await eventually(four)
+
+    other = replace(
+        prepare(tmp_path / "other", redis_url, users=60, items=40), events=config.events
+    )
+    publish_night(other, FIRST)
+    async with serving(other, events=other.events) as app:
+        told = await send(app, [{"id": "1", "item": "new", "vector": [0.5] * 16}])
+        assert [each["reason"] for each in told["rejected"]] == ["fixed_items"]
+        assert "import the bundle anew with the item" in told["rejected"][0]["detail"]
+
+
+async def test_a_blocked_item_is_forgotten_and_read_again(stream: Stream) -> None:
+    stream.hold(BEGINNING)
+    for at in range(3):
+        stream.accept(
+            Event(f"n{at}", 0, item=b"i%d" % at, features={"size": at}, attributes={"stock": True})
+        )
+    await stream.steps()
+    assert [each.raw for each in stream.newer.items.newer(0)] == [b"i0", b"i1", b"i2"]
+
+    stream.shelf.blocklist = Blocklist(1, items=frozenset([b"i1"]))
+    await stream.steps()
+    stream.accept(Event("again", 0, item=b"i1", features={"size": 9}))
+    await stream.steps()
+    assert [each.raw for each in stream.newer.items.newer(0)] == [b"i0", b"i2"]
+
+    stream.shelf.blocklist = Blocklist(2)
+    await stream.steps()
+    assert [each.raw for each in stream.newer.items.newer(0)] == [b"i0", b"i2", b"i1"]
+    assert stream.newer.values.of_items([b"i1"], 0).of(b"i1") == {"size": 9, "stock": True}

@@ -1,0 +1,93 @@
+"""New items of a catalogue that is a table of vectors: sent with a vector, answered with, and taken over."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache.config.events import EventsConfig
+from cache.config.night import DEFAULT_BUNDLE
+from precompute.config.settings import NightConfig, TableConfig
+from precompute.steps import take_events
+from tests.integration.attributes.test_night import FIRST, SECOND
+from tests.integration.changed.worlds import LENIENT
+from tests.integration.fresh.test_new_items import lists, new_in, send, until
+from tests.integration.nights import histories, prepare, publish_night
+from tests.integration.serving_app import eventually, serving
+
+DIMS = 12
+
+
+@pytest.fixture
+def config(tmp_path: Path, redis_url: str) -> NightConfig:
+    found = prepare(tmp_path, redis_url, users=80, items=40)
+    items = pq.read_table(tmp_path / "items.parquet")["item"].to_pylist()
+    rng = np.random.default_rng(5)
+    vectors = rng.standard_normal((len(items), DIMS)).astype(np.float32)
+    table = {"item": items, "vector": pa.array(vectors.tolist(), pa.list_(pa.float32()))}
+    pq.write_table(pa.table(table), tmp_path / "vectors.parquet")
+    sources = replace(found.sources, item_vectors="vectors.parquet", item_attributes=("category",))
+    tables = {name: TableConfig(name, k=10) for name in ("user_topk", "user_vector")}  # type: ignore[arg-type]
+    return replace(
+        found, bundle=DEFAULT_BUNDLE, sources=sources, tables=tables, gates=LENIENT,
+        events=EventsConfig(enabled=True),
+    )  # fmt: skip
+
+
+async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
+    config: NightConfig,
+) -> None:
+    publish_night(config, FIRST)
+    had = histories(config, FIRST)
+    users, items = sorted(had)[:30], sorted({item for each in had.values() for item in each})
+    rng = np.random.default_rng(6)
+    new = [
+        {
+            "id": f"n{at}", "item": f"new-{at}", "vector": (2 * rng.standard_normal(DIMS)).tolist(),
+            "attributes": {"category": "brand-new" if at % 2 else "other"},
+        }
+        for at in range(4)
+    ]  # fmt: skip
+    only_new = {"==": ["category", "brand-new"]}
+    async with serving(config, events=config.events) as app:
+        refused = await send(app, [
+            {"id": "1", "item": "new-9", "vector": [1.0]},
+            {"id": "2", "item": "new-9", "features": {"category": "x"}},
+        ])  # fmt: skip
+        assert [each["reason"] for each in refused["rejected"]] == ["unfit_item"] * 2
+        assert "12 numbers, not 1" in refused["rejected"][0]["detail"]
+        assert (await send(app, new))["accepted"] == 4
+        await until(app, lambda live: len(live.new_items) == 4)
+        clicks = [
+            {"id": f"c{at}", "user": user, "item": items[at]} for at, user in enumerate(users)
+        ]
+        await send(app, clicks)
+
+        async def all_count() -> bool:
+            return all("events" in each for each in await lists(app, users))
+
+        assert await eventually(all_count)
+        day = await lists(app, users)
+        (filtered,) = await lists(app, users[:1], filter=only_new)
+        assert set(filtered["items"]) == {"new-1", "new-3"} and filtered["short"]
+
+        take_events.run(config)
+        second = publish_night(config, SECOND)
+        await until(app, lambda live: live.generation == second)
+        live = app.service.follower.shelf.live
+        assert len(live.new_items) == 0 and live.items.count == 44
+        night = await lists(app, users)
+        (of_night,) = await lists(app, users[:1], filter=only_new)
+
+    assert all(each["approximate"] is True for each in day if "approximate" in each)
+    assert sum(bool(new_in(each)) for each in day) > 10
+    assert of_night["items"] == filtered["items"]
+    shared = [
+        len({*ours["items"]} & {*theirs["items"]}) for ours, theirs in zip(day, night, strict=True)
+    ]
+    assert np.mean(shared) >= 9  # the fold of histories is chosen anew, over all items
+    same = [new_in(ours) == new_in(theirs) for ours, theirs in zip(day, night, strict=True)]
+    assert np.mean(same) > 0.8

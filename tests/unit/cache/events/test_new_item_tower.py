@@ -1,0 +1,133 @@
+"""New items become vectors as a night makes them of all items; what the models cannot take is refused in words."""
+
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache.events.attribute_events import VALUES_MAX
+from cache.events.event import Event
+from cache.events.new_item_tower import (
+    ITEM_VECTORS,
+    FixedItems,
+    NewItemInputs,
+    NewItemTower,
+    UnfitNewItem,
+)
+from cache.events.new_items import NewItem
+from cache.model.tower_spec import InputSpec
+from tests.models import item_table, train_small
+
+DIMS = 16
+LOOKS = InputSpec("looks", "feature", "float32", column="looks", width=DIMS)
+INDEX = InputSpec("item_index", "item_index", "int64")
+
+
+def manifest(*inputs: InputSpec, **facts: Any) -> Any:
+    """A manifest, as far as it tells of items."""
+    spec = {"inputs": [asdict(each) for each in inputs], "output": "vector", "output_dims": DIMS}
+    models = {"item_tower": SimpleNamespace(spec=spec)} if inputs else {}
+    return SimpleNamespace(facts=facts, models=models, items=SimpleNamespace(dims=4))
+
+
+def brings(**told: Any) -> Event:
+    return Event("e", 0, item=b"new", **told)
+
+
+LONG = {"looks": (0.5,) * DIMS}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "event", "code", "field", "says"),
+    [
+        (manifest(LOOKS), brings(vector=(1.0,)), "unfit_item", "vector", "takes looks and makes the vector itself"),
+        (manifest(LOOKS), brings(features={"size": 1}), "unfit_item", "features", "looks is missing"),
+        (manifest(LOOKS), brings(features={"looks": (1.0,)}), "unfit_item", "features.looks", "takes 16 numbers"),
+        (
+            manifest(LOOKS), brings(features=LONG, attributes={f"a{at}": 1 for at in range(VALUES_MAX)}),
+            "unfit_item", "features", "65 features and attributes, 64",
+        ),
+        (manifest(INDEX), brings(features=LONG), "fixed_items", "features", "import the bundle anew"),
+        (manifest(INDEX, LOOKS), brings(vector=(1.0,)), "fixed_items", "vector", "takes an item's index"),
+        (manifest(), brings(vector=(1.0,)), "fixed_items", "vector", "import the bundle anew"),
+        (
+            manifest(INDEX, **{ITEM_VECTORS: True}), brings(vector=(1.0, 2.0)),
+            "unfit_item", "vector", "vectors of 4 numbers, not 2",
+        ),
+        (
+            manifest(INDEX, **{ITEM_VECTORS: True}), brings(features=LONG),
+            "unfit_item", "features", "send a vector of 4 numbers",
+        ),
+    ],
+)  # fmt: skip
+def test_what_models_cannot_take_is_refused_with_the_remedy(
+    inputs: Any, event: Event, code: str, field: str, says: str
+) -> None:
+    with pytest.raises(UnfitNewItem, match=says) as refused:
+        NewItemInputs.of(inputs).check(event)
+    assert (refused.value.code, refused.value.details["field"]) == (code, field)
+    assert isinstance(refused.value, FixedItems) == (code == "fixed_items")
+
+
+def test_what_models_take_is_not_refused() -> None:
+    NewItemInputs.of(manifest(LOOKS)).check(brings(features={**LONG, "price": 3}))
+    NewItemInputs.of(manifest(INDEX, **{ITEM_VECTORS: True})).check(brings(vector=(1.0,) * 4))
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return item_table(train_small(tmp_path_factory.mktemp("bundle"), dims=DIMS))
+
+
+def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: Any) -> None:
+    rng, runs = np.random.default_rng(1), []
+    turn = rng.standard_normal((DIMS, DIMS)).astype(np.float32)
+
+    def run(inputs: Any) -> Any:
+        runs.append(len(inputs["looks"]))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return inputs["looks"] @ turn
+
+    told = NewItemTower(NewItemInputs((LOOKS,)), SimpleNamespace(run=run))  # type: ignore[arg-type]
+    looks = rng.standard_normal((300, DIMS)).astype(np.float32)
+    values = {b"new-%d" % at: {"looks": row.tolist()} for at, row in enumerate(looks)}
+    sent = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
+    known = NewItem(table.raw_id(0), 400)
+    odd = [NewItem(b"none", 401), NewItem(b"null", 402), NewItem(b"huge", 403)]
+    others = {
+        b"null": {"looks": None},
+        b"huge": {"looks": [3e38] * DIMS},
+        known.raw: values[b"new-1"],
+    }
+
+    found = told.items(table, [*sent, known, *odd], values | others)
+
+    assert found.first == table.count and [each.raw for each in found.items] == list(values)
+    np.testing.assert_allclose(found.vectors, looks @ turn, rtol=1e-5, atol=1e-5)
+    assert sum(runs) == 301
+    # What is known already is not computed again, what changed is.
+    runs.clear()
+    changed = values | {b"new-7": {"looks": looks[9].tolist()}, b"new-8": {"looks": [1.0] * DIMS}}
+    again = told.items(table, sent[5:], changed, found)
+    assert runs == [1] and again.digest != found.digest
+    np.testing.assert_array_equal(again.vectors[2], found.vectors[9])
+    np.testing.assert_array_equal(again.vectors[5:], found.vectors[10:])
+    assert again.ids_of(table, np.array([table.count, 0, table.count + 2], np.uint32)) == [
+        "new-5", table.id_of(0), "new-7",
+    ]  # fmt: skip
+    raws = [b"new-6", table.raw_id(3), b"nobody"]
+    assert again.numbers_of(raws, table.ordinals_of(raws)).tolist() == [table.count + 1, 3, -1]
+
+
+def test_vectors_that_are_sent_are_taken_where_items_are_a_table_of_them(table: Any) -> None:
+    told = NewItemTower(NewItemInputs(dims=2))
+    rows = [np.array(each, np.float32) for each in ([1, 2], [3], [4, 5])]
+    sent = [NewItem(b"new-%d" % at, at + 1, row) for at, row in enumerate(rows)]
+
+    found = told.items(table, [*sent, NewItem(b"bare", 9)], {})
+
+    assert [each.raw for each in found.items] == [b"new-0", b"new-2"]
+    assert found.vectors.tolist() == [[1, 2], [4, 5]] and not found.vectors.flags.writeable
+    assert not NewItemTower(NewItemInputs()).items(table, sent, {})
