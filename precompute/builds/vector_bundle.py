@@ -55,8 +55,8 @@ def vector_bundle(
     sources, store = config.sources, config.store()
     erased = Erased.of(all_erasures(store))
     whole = hashlib.sha256(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS))
-    cut = before.isoformat() if before and sources.interactions else ""
-    whole.update(f"|{erased.digest(inputs)}|{cut}".encode())
+    until = before.isoformat() if before and sources.interactions else ""
+    whole.update(f"|{erased.digest(inputs)}|{until}".encode())
     behind = counted_behind(config.events.keep_values_days, int(cut.timestamp()))
     vectors = brought_vectors(events, behind)
     if brought := {raw: each for raw, each in vectors.items() if raw not in erased.items}:
