@@ -168,11 +168,7 @@ class Snapshot:
     @property
     def numbered(self) -> int:
         """Number of items that lists may name: those of the night, and behind them the new ones."""
-        return self.items.count + len(self.new_items)
-
-    def ids_of(self, numbers: NDArray[np.uint32]) -> list[str]:
-        """External ids of items, new ones too."""
-        return self.new_items.ids_of(self.items, numbers)
+        return self.items.count + len(self.new_items.items)
 
     def numbers_of(self, raws: Sequence[bytes]) -> NDArray[np.int64]:
         """int64 [n] numbers of items, new ones too; -1 where an id is unknown."""

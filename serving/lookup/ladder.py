@@ -154,7 +154,7 @@ class Ladder:
                 self._spoilt(case, snapshot)
 
     def _take_stored(self, case: Case, snapshot: Snapshot, found: Found, turn: Turn) -> None:
-        record = case.decoded(snapshot, found.record)
+        record = decode(case.table.layout, found.record, snapshot.numbered)
         case.reason = found.reason
         if self._too_old(snapshot, record, turn.options.max_age_s):
             case.reason = MissReason.TOO_OLD

@@ -126,7 +126,9 @@ def listed(
     """The first k of these, by their own order or a re-ranker's."""
     places = slice(k) if reranker is None else reranker.places(items, scores, k)
     items, scores = items[places], scores[places]
-    return {"items": snapshot.ids_of(items), "scores": scores, "short": len(items) < k}
+    own, new = snapshot.items, snapshot.new_items
+    ids = new.ids_of(own, items) if new else own.ids_of(items)
+    return {"items": ids, "scores": scores, "short": len(items) < k}
 
 
 def age_s(snapshot: Snapshot, now: float) -> float:

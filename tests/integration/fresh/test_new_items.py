@@ -15,6 +15,7 @@ from cache.events.position import BEGINNING
 from cache.store.blocklist import Blocklist
 from precompute.config.settings import NightConfig
 from precompute.steps import take_events
+from serving.generations.snapshot import Snapshot
 from tests.integration.attributes.test_night import FIRST, SECOND, prepared
 from tests.integration.feature_towers import DIMS
 from tests.integration.fresh.followed_stream import Stream
@@ -56,11 +57,18 @@ def new_in(answer: dict[str, Any]) -> set[str]:
     return {each for each in answer["items"] if each.startswith("new-")}
 
 
+def live_of(app: Running) -> Snapshot:
+    """The live snapshot."""
+    found = app.service.follower.shelf.live
+    assert found is not None
+    return found
+
+
 async def until(app: Running, holds: Callable[[Any], bool]) -> None:
     """Waits for what the live snapshot is."""
 
     async def look() -> bool:
-        return holds(app.service.follower.shelf.live)
+        return holds(live_of(app))
 
     assert await eventually(look)
 
@@ -114,7 +122,7 @@ async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists
         take_events.run(config)
         second = publish_night(config, SECOND)
         await until(app, lambda live: live.generation == second)
-        assert len(app.service.follower.shelf.live.new_items) == 0
+        assert len(live_of(app).new_items) == 0
         night = await lists(app, clicking)
         night_filtered = await lists(app, [*plain, *clicking], filter=IN_STOCK)
         night_live = await lists(app, strangers)
@@ -206,7 +214,7 @@ async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(
     async with serving(config, events=config.events) as app:
         await send(app, brought(3))
         await until(app, lambda live: len(live.new_items) == 2)
-        ids = [each.raw for each in app.service.follower.shelf.live.new_items.items]
+        ids = [each.raw for each in live_of(app).new_items.items]
         assert ids == [b"new-1", b"new-2"]
         assert (await app.counted("larder_event_new_items_evicted_total"))[()] == 1
         assert (await app.counted("larder_events_new_items"))[()] == 2
@@ -217,7 +225,7 @@ async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(
         change = {
             "id": "x", "item": "new-2", "features": {"looks": looks}, "attributes": {"stock": False},
         }  # fmt: skip
-        before = app.service.follower.shelf.live.new_items.digest
+        before = live_of(app).new_items.digest
         await send(app, [change])
         await until(app, lambda live: live.new_items.digest != before)
         second = await lists(app, entities)
@@ -233,7 +241,7 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
     config: NightConfig, tmp_path: Path, redis_url: str
 ) -> None:
     publish_night(config, FIRST)
-    bad = [
+    bad: list[dict[str, Any]] = [
         {"id": "1", "item": "new", "vector": [1.0, 2.0]},
         {"id": "2", "item": "new", "features": {"brand": "acme"}},
         {"id": "3", "item": "new", "features": {"looks": [1.0]}},

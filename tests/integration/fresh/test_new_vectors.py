@@ -14,7 +14,7 @@ from precompute.config.settings import NightConfig, TableConfig
 from precompute.steps import take_events
 from tests.integration.attributes.test_night import FIRST, SECOND
 from tests.integration.changed.worlds import LENIENT
-from tests.integration.fresh.test_new_items import lists, new_in, send, until
+from tests.integration.fresh.test_new_items import lists, live_of, new_in, send, until
 from tests.integration.nights import histories, prepare, publish_night
 from tests.integration.serving_app import eventually, serving
 
@@ -30,7 +30,7 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     table = {"item": items, "vector": pa.array(vectors.tolist(), pa.list_(pa.float32()))}
     pq.write_table(pa.table(table), tmp_path / "vectors.parquet")
     sources = replace(found.sources, item_vectors="vectors.parquet", item_attributes=("category",))
-    tables = {name: TableConfig(name, k=10) for name in ("user_topk", "user_vector")}  # type: ignore[arg-type]
+    tables = {name: TableConfig(name, k=10) for name in ("user_topk", "user_vector")}
     return replace(
         found, bundle=DEFAULT_BUNDLE, sources=sources, tables=tables, gates=LENIENT,
         events=EventsConfig(enabled=True),
@@ -77,7 +77,7 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
         take_events.run(config)
         second = publish_night(config, SECOND)
         await until(app, lambda live: live.generation == second)
-        live = app.service.follower.shelf.live
+        live = live_of(app)
         assert len(live.new_items) == 0 and live.items.count == 44
         night = await lists(app, users)
         (of_night,) = await lists(app, users[:1], filter=only_new)

@@ -90,7 +90,7 @@ async def test_a_blocklist_is_looked_through_once(
     looked: list[Blocklist] = []
     union = event_follower._blocked
 
-    def look(blocklist: Blocklist) -> frozenset[bytes]:
+    def look(blocklist: Blocklist) -> Any:
         looked.append(blocklist)
         return union(blocklist)
 

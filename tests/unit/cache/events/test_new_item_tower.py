@@ -92,17 +92,19 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
 
     told = NewItemTower(NewItemInputs((LOOKS,)), SimpleNamespace(run=run))  # type: ignore[arg-type]
     looks = rng.standard_normal((300, DIMS)).astype(np.float32)
-    values = {b"new-%d" % at: {"looks": row.tolist()} for at, row in enumerate(looks)}
+    values: dict[bytes, dict[str, Any]] = {
+        b"new-%d" % at: {"looks": row.tolist()} for at, row in enumerate(looks)
+    }
     sent = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
     known = NewItem(table.raw_id(0), 400)
     odd = [NewItem(b"none", 401), NewItem(b"null", 402), NewItem(b"huge", 403)]
-    others = {
+    others: dict[bytes, dict[str, Any]] = {
         b"null": {"looks": None},
         b"huge": {"looks": [3e38] * DIMS},
         known.raw: values[b"new-1"],
     }
 
-    found = told.items(table, [*sent, known, *odd], values | others)
+    found = told.items(table, [*sent, known, *odd], {**values, **others})
 
     assert found.first == table.count and [each.raw for each in found.items] == list(values)
     np.testing.assert_allclose(found.vectors, looks @ turn, rtol=1e-5, atol=1e-5)

@@ -20,6 +20,7 @@ from precompute.sources.event_values import (
     EntityValues,
     EventValues,
     Kind,
+    brought_vectors,
     digest_of,
     with_event_values,
 )
@@ -152,6 +153,25 @@ def test_the_newest_position_counts_over_all_files(tmp_path: Path) -> None:
     assert found.users == {b"u": {"country": 1}}
     assert found.items == {b"i": {"price": None, "stock": True}}
     assert EventValues.read([], {}, WANTED) == EventValues()
+
+
+def test_items_that_events_bring_have_their_features_and_newest_vectors(tmp_path: Path) -> None:
+    path = tmp_path / "1.parquet"
+    write(path, [
+        (1, Event("a", 0, None, b"new", features={"price": 2.5, "junk": 1}, attributes={"stock": True})),
+        (2, Event("b", 0, None, b"gone", features={"price": 1})),
+        (3, Event("c", 0, None, b"row", vector=(1.0, 2.0))),
+        (4, Event("d", 0, None, b"row", vector=(3.0, 4.0))),
+        (5, Event("e", 0, None, b"known", attributes={"price": 1})),
+        (6, Event("f", 0, None, b"new", attributes={"price": 7})),
+    ])  # fmt: skip
+
+    found = EventValues.read([path], {"user": [], "item": [b"gone"]}, WANTED)
+
+    assert found.brought == {b"new", b"row"}
+    assert found.items == {b"new": {"price": 7, "stock": True}, b"known": {"price": 1}}
+    assert brought_vectors([path]) == {b"row": (3.0, 4.0)}
+    assert brought_vectors([]) == {}
 
 
 def test_attributes_that_nobody_wants_take_no_place(tmp_path: Path) -> None:
