@@ -6,15 +6,17 @@
 
 Two processes that run the same differ by a few per cent for as long as they live. So several times three are started:
 with the feature, and two without, which are the A/A; each is driven until the size advisor has found its sampling rate,
-then they take turns. The figure is the median over these times; its interval is of 10,000 resamples of them.
+then they take turns, in every order once. The figure is the median over these times; its interval is of 10,000
+resamples of them.
 """
 
 import random
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import permutations
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from urllib.request import urlopen
 
@@ -25,7 +27,7 @@ from cache.events.event import Event
 from tests.bench.events.fresh import SETTINGS, make_case
 from tests.bench.hostile import interval
 from tests.bench.read_path import Case
-from tests.bench.tools.harness import Options, Promise, Ratio, Report, alternate, parse
+from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.tools.http_load import Program, place, program
 from tests.bench.tools.mix import path_of
 from tests.bench.tools.place import own_server
@@ -75,29 +77,27 @@ def counts_others(target: Program) -> bool:
     return bool(found) and float(found[0].split()[-1]) >= OTHERS
 
 
-def one_time(case: Case, settle: int, count: int, rounds: int) -> tuple[Ratio, Ratio]:
-    """Ratios of three fresh processes: with the feature over without, and without over without."""
+def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, float]]:
+    """Rates of three fresh processes in each round: with the feature, without, and without again."""
     users = random.Random(0).sample(case.users, min(2_000, len(case.users)))
     lookups = [request(path_of(user)) for user in users]
-
-    def run(target: Program) -> Callable[[], float]:
-        return lambda: per_cpu_s(target, lookups, count)
-
     on = {"LARDER_CONFIG": str(case.folder / "larder.toml")}
     with (
-        served(case, "off", {}) as off,
         served(case, "on", on) as with_events,
+        served(case, "off", {}) as off,
         served(case, "again", {}) as again,
     ):
         if not until(lambda: counts_others(with_events), 60.0, every_s=0.2):
             raise RuntimeError("the events of others are not counted")
-        for each in (off, with_events, again):
+        targets = with_events, off, again
+        for each in targets:
             per_cpu_s(each, lookups, settle)
-        found = alternate(
-            run(off), {"on": run(with_events), "again": run(again)}, rounds=rounds,
-            tolerance=TOLERANCE,
-        )  # fmt: skip
-    return found["on"], found["again"]
+        rates = []
+        # Each order once: whoever comes after itself, or after a certain other one, finds warmer caches.
+        for order in permutations(range(len(targets))):
+            found = {number: per_cpu_s(targets[number], lookups, count) for number in order}
+            rates.append((found[0], found[1], found[2]))
+    return rates
 
 
 def measure(report: Report, case: Case, options: Options) -> None:
@@ -106,27 +106,24 @@ def measure(report: Report, case: Case, options: Options) -> None:
         (QUICK_TIMES, QUICK_SETTLE, QUICK_COUNT) if options.quick else (TIMES, SETTLE, COUNT)
     )
     accept(case, OTHERS)
-    found = [one_time(case, settle, count, options.rounds) for _ in range(times)]
-    ratios, same = ([pair[which] for pair in found] for which in (0, 1))
+    found = [one_time(case, settle, count) for _ in range(times)]
+    ratios = [median(2 * on / (off + again) for on, off, again in rates) for rates in found]
+    same = [median(again / off for _, off, again in rates) for rates in found]
+    every = [each for rates in found for each in rates]
     report.ratios["l1_without_events"] = Ratio(
-        _middle(ratios), _middle(same), sum(each.rounds for each in ratios),
-        statistics.median(each.candidate for each in ratios),
-        statistics.median(each.baseline for each in ratios), TOLERANCE,
+        median(ratios), median(same), len(every), median(on for on, _, _ in every),
+        median((off + again) / 2 for _, off, again in every), TOLERANCE,
     )  # fmt: skip
     report.promises["l1_without_events"] = Promise(
         0.97, quick=f"{QUICK_TIMES} times three processes, which differ by a few per cent"
     )
     for name, each in (("with over without", ratios), ("A/A", same)):
-        low, high = interval([ratio.value for ratio in each])
+        low, high = interval(each)
         report.figures[f"{name}: 95 % interval"] = f"{low:.3f} to {high:.3f}"
-        report.figures[f"{name}: all"] = " ".join(f"{ratio.value:.3f}" for ratio in each)
+        report.figures[f"{name}: all"] = " ".join(f"{ratio:.3f}" for ratio in each)
     report.figures["others with events"] = OTHERS
     report.figures["times three processes"] = times
     report.figures["unit"] = "requests per second of the server's processor time"
-
-
-def _middle(ratios: Sequence[Ratio]) -> float:
-    return statistics.median(each.value for each in ratios)
 
 
 def main() -> None:

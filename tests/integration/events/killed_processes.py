@@ -39,6 +39,11 @@ _AWAY = (OSError, EOFError, TimeoutError, RedisError)
 class KilledService(ServiceProcess):
     """Service that is ended as a crash ends it."""
 
+    @property
+    def told(self) -> str:
+        """End of its log, for a message."""
+        return "" if self._process is None else self._process.tail(60)
+
     def kill(self) -> None:
         """SIGKILL to all its processes."""
         if self._process is not None:
@@ -112,15 +117,15 @@ class KilledProcesses:
             batch = [self._event() for _ in range(BATCH)]
             body = orjson.dumps({"events": batch})
             while True:
-                url = self.rng.choice(self.services).url
+                service = self.rng.choice(self.services)
                 try:
-                    async with HttpConnection(url) as connection:
+                    async with HttpConnection(service.url) as connection:
                         status, raw = await connection.request("POST", "/v1/events", body)
                 except _AWAY:
                     status, raw = 0, b""
                 if status == 202:
                     break
-                assert status in (0, 503), raw
+                assert status in (0, 503), f"{raw!r}\n{service.told}"
                 await asyncio.sleep(GAP_S)
             told = orjson.loads(raw)
             assert told["accepted"] + told["repeated"] == BATCH and told["durability"] == "always"
