@@ -5,6 +5,7 @@ Synchronous, and thread-safe.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
-from cache.events.history import merge
+from cache.events.history import TimedItems, merge
 from cache.events.new_item_tower import NewItemInputs, NewItemTower
 from cache.events.new_items import NewItemsOf, merged_lists
 from cache.events.position import Position
@@ -105,16 +106,26 @@ class EventPredictor:
         self, table: str, inputs: Sequence[EventInput]
     ) -> list[Prepared | InvalidInput | None]:
         """Prepares many inputs at once; None for one that is not enough for the table's model."""
-        ids = [event.item for each in inputs for event in each.events]
-        ordinals, start = self.items.ordinals_of(ids), 0
+        events = [event for each in inputs for event in each.events]
+        ordinals = self.items.ordinals_of([event.item for event in events])
+        times = np.array([event.at_us for event in events], np.int64)
+        ends = list(accumulate((len(each.events) for each in inputs), initial=0))
+        newer = [TimedItems(ordinals[start:end], times[start:end]) for start, end in pairwise(ends)]
+        bases = [self._base(each) for each in inputs]
+        merged = merge(
+            [TimedItems(each.items, each.times) for each in bases], newer, self.history_limit
+        )
+        indices = self.items.to_model(
+            Ordinals(np.concatenate([_NOTHING, *(each.newest for each in merged)]))
+        )
         found: list[Prepared | InvalidInput | None] = []
-        for each in inputs:
-            end = start + len(each.events)
+        end = 0
+        for each, base, history in zip(inputs, bases, merged, strict=True):
+            start, end = end, end + len(history.newest)
             try:
-                found.append(self._prepared(table, each, ordinals[start:end]))
+                found.append(self._prepared(table, each, base, indices[start:end], history.had))
             except InvalidInput as error:
                 found.append(error.with_traceback(None))  # which holds this list, and so itself
-            start = end
         return found
 
     def predict(
@@ -154,12 +165,15 @@ class EventPredictor:
             blank = Prepared(name, np.zeros(1, np.int64), {}, -1, _NOTHING, 0)
             self.predict(name, [blank], [0], 0)
 
-    def _prepared(self, table: str, each: EventInput, events: NDArray[np.int64]) -> Prepared | None:
-        spec, base = self.specs[table], self._base(each)
-        events_us = np.array([event.at_us for event in each.events], np.int64)
-        merged = merge(base.items, base.times, events, events_us, self.history_limit)
-        indices = self.items.to_model(Ordinals(merged.newest))
-        history = indices[indices >= 0]
+    def _prepared(
+        self,
+        table: str,
+        each: EventInput,
+        base: UserInput,
+        indices: NDArray[np.int64],
+        had: NDArray[np.int64],
+    ) -> Prepared | None:
+        spec, history = self.specs[table], indices[indices >= 0]
         if spec.history is not None and not len(history):
             return None
         features: Mapping[str, FeatureValue] = {}
@@ -168,7 +182,7 @@ class EventPredictor:
             if given is None:
                 return None
             features = check_features(spec.features, given)
-        return Prepared(table, history, features, -1, merged.had, 0)
+        return Prepared(table, history, features, -1, had, 0)
 
     def _base(self, each: EventInput) -> UserInput:
         """The input without the events."""

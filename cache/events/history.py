@@ -1,9 +1,18 @@
-"""History of a user with newer events, in the night's order and truncation. Pure."""
+"""Histories of users with newer events, in the night's order and truncation. Pure."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class TimedItems(NamedTuple):
+    """Rows of a user: ordinals int64, -1 for an item that the generation does not know, and when each happened, µs."""
+
+    items: NDArray[np.int64]
+    times: NDArray[np.int64]
 
 
 class Merged(NamedTuple):
@@ -13,24 +22,36 @@ class Merged(NamedTuple):
     had: NDArray[np.int64]
 
 
-def merge(
-    had: NDArray[np.int64],
-    had_us: NDArray[np.int64],
-    events: NDArray[np.int64],
-    events_us: NDArray[np.int64],
-    limit: int,
-) -> Merged:
-    """History as a night groups a user's rows, from what one published of them and the events behind its position.
+def merge(had: Sequence[TimedItems], events: Sequence[TimedItems], limit: int) -> list[Merged]:
+    """History of each user as a night groups rows, from what one published of them and the events behind its position.
 
-    `had` are ordinals oldest first, each once, with when each happened last; `events` ordinals in the order of their
-    positions, -1 for an item that the generation does not know. Rows are ordered by time, those of one time as they
-    came; of an item that comes again the last row counts; models are given the newest `limit` items.
+    Of each user `had` has the items oldest first, each once, with when it happened last; `events` are in the order of
+    their positions. Rows are ordered by time, those of one time as they came; of an item that comes again the last row
+    counts; models are given the newest `limit` items. Many users at once pay the fixed cost of numpy's calls once.
     """
-    known = events >= 0
-    ordinals = np.concatenate([had, events[known]])
-    times = np.concatenate([had_us, events_us[known]])
-    ordered = ordinals[np.argsort(times, kind="stable")]
-    # The first in reverse is the last that counts.
-    _, first = np.unique(ordered[::-1], return_index=True)
-    kept = ordered[np.sort(len(ordered) - 1 - first)]
-    return Merged(kept[max(0, len(kept) - limit) :], kept)
+    parts = [each for pair in zip(had, events, strict=True) for each in pair]
+    if not parts:
+        return []
+    items = np.concatenate([each.items for each in parts])
+    times = np.concatenate([each.times for each in parts])
+    lengths = [
+        len(before.items) + len(after.items) for before, after in zip(had, events, strict=True)
+    ]
+    users = np.repeat(np.arange(len(lengths)), lengths)
+    order = np.lexsort((times, users))
+    items, users = items[order], users[order]
+    # So wide that -1 is nobody else's item either.
+    pairs = users * (int(items.max(initial=0)) + 2) + items
+    # Not by `np.unique`: for one user its fixed cost is that of everything else here.
+    alike = pairs.argsort(kind="stable")
+    placed = pairs[alike]
+    is_last = np.ones(len(placed), np.bool_)
+    np.not_equal(placed[1:], placed[:-1], out=is_last[:-1])
+    kept = alike[is_last]
+    kept.sort()
+    kept = kept[items[kept] >= 0]
+    items, ends = items[kept], users[kept].searchsorted(np.arange(len(lengths) + 1)).tolist()
+    return [
+        Merged(items[max(start, end - limit) : end], items[start:end])
+        for start, end in pairwise(ends)
+    ]

@@ -25,6 +25,7 @@ CONNECTIONS_MAX: Final = 8
 CONNECT_S: Final = 1.0
 REPLY_S: Final = 3.0
 """Seconds for a reply: a disk that is to have an event first may take long, a lookup never waits for it."""
+_CLOSED: Final = "the handler is closed"
 _POLICY: Final = re.compile(rb"maxmemory_policy:(\S+)")
 
 
@@ -182,3 +183,8 @@ def _as_unavailable() -> Iterator[None]:
         raise EventsFull("the Redis of events is at its maxmemory") from error
     except (RedisError, OSError) as error:
         raise EventsUnavailable(f"the Redis of events: {error or type(error).__name__}") from error
+    except RuntimeError as error:
+        # uvloop's, for a connection that was closed between its opening and the first command.
+        if not str(error).endswith(_CLOSED):
+            raise
+        raise EventsUnavailable("the Redis of events closed the connection") from error

@@ -15,7 +15,6 @@ from cache.events.new_items import NewItemEvents
 from cache.events.position import Position
 from cache.events.user_events import UserEvent, UserEvents
 from cache.events.user_features import takes_any
-from cache.format.ids import hash_id
 from cache.format.manifest import Table
 from cache.model.input_preparation import LiveInput
 from serving.generations.snapshot import Snapshot
@@ -115,27 +114,27 @@ class NewerEvents:
         snapshot: Snapshot,
         table: Table,
         raw: bytes,
+        position: int,
         sent: tuple[LiveInput, bytes] | None = None,
         as_of: int = NO_LIMIT,
     ) -> CountedEvents | None:
         """Events of the user that an answer of the table counts, up to a position's number; None without any.
 
-        `sent` is what the caller sent, with its digest: it counts for who has no input of the night's.
+        `position` is the user's in the directory (-1: the night did not know it). `sent` is what the caller sent, with
+        its digest: it counts for who has no input of the night's.
         """
-        if raw not in self.users.packed or not self.changes(snapshot, table, raw):
+        if snapshot.events is None or (features := snapshot.events.tables.get(table.name)) is None:
             return None
-        if snapshot.events is None or snapshot.blocks(table, raw):
+        if snapshot.blocks(table, raw):
             return None
         found = self.users.newer(raw, snapshot.events.until)
         values = self.values.of_user(raw, snapshot.events.until)
-        is_of_values = takes_any(values, snapshot.events.tables[table.name])
+        is_of_values = takes_any(values, features)
         events = tuple(
             [each for each in found if each.number <= as_of and (each.item or is_of_values)]
         )
         if not events:
             return None
-        directory = snapshot.directories["user"]
-        position = directory.find(hash_id(raw, directory.seed))
         source, digest = (None, b"") if sent is None or position >= 0 else sent
         counted = EventInput(position, events, source, values)
         is_whole = snapshot.events.until >= self.users.since

@@ -43,7 +43,7 @@ async def count_newer(
             continue
         await pace.step(case.entity)
         sent = (case.source, case.digest) if case.entity.has_input else None
-        counted = newer.counted(snapshot, case.table, raw, sent, as_of)
+        counted = newer.counted(snapshot, case.table, raw, case.want.position, sent, as_of)
         if counted is None or snapshot.events is None:
             continue
         if new_items := case.new_items:

@@ -1,8 +1,7 @@
 """Answers with newer events beside those without, in one process.
 
-- `l1_without_events`: ready answers/s of users without events, while 100,000 others have some, over those of the same
-  code without the probe (at least 0.97 is wanted).
-- `l1_with_events`: ready answers/s of users with newer events over those of users without (at least 0.8 is wanted).
+- `l1_with_events`: ready answers/s of users with newer events over those of users without, while 100,000 others have
+  some (at least 0.8 is wanted). What the feature costs users without events is told by `l1_hits`, over HTTP.
 - `vs_live`: first answers/s after an event (merged history, fp32, exact search) over live answers/s from the same
   histories, sent by strangers (int8, index), 32 in flight through the ladder (at least 0.9 is wanted).
 """
@@ -15,7 +14,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import orjson
 import uvloop
 
 from cache.events.event import Event
@@ -35,27 +33,6 @@ from tests.integration.serving_app import settings
 TABLE = "user_topk"
 IN_FLIGHT = 32
 OTHERS = 100_000
-
-
-class Blind(Hot):
-    """The hot route as it was before events: it looks for none."""
-
-    def _answer(self, target: bytes) -> bytes | None:
-        ready = self._ready(target)
-        if ready is None:
-            return None
-        holding, sent = self._shelf.holding, self._sent
-        if holding is None or self._shelf.is_divided or self._concerns.text is not None:
-            return None
-        if ready.stamp != holding.live.stamp:
-            return None
-        if ready.touch is not None:
-            sent.touched(ready)
-        sent.append(ready)
-        if len(sent) >= sent.due:
-            sent.turn()
-        age = orjson.dumps(round(self._clock() - ready.data_until, 3))
-        return b"".join((ready.head, age, ready.tail))
 
 
 class Bench:
@@ -161,16 +138,12 @@ class Bench:
 
 
 def measure(bench: Bench, report: Report, options: Options) -> None:
-    """All three ratios."""
-    hot, blind = Hot(bench.service), Blind(bench.service)
+    """Both ratios."""
+    hot = Hot(bench.service)
     paths = bench.keep_ready(hot, bench.without[:200])
     for number in range(OTHERS):
         bench.click(f"another-{number}")
     count = 20_000 if options.quick else 100_000
-    report.ratios["l1_without_events"] = alternate(
-        bench.ready(blind, paths, count), {"probing": bench.ready(hot, paths, count)},
-        rounds=options.rounds,
-    )["probing"]  # fmt: skip
     for user in bench.clicking[:200]:
         bench.click(user)
     own = bench.keep_ready(hot, bench.clicking[:200])

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+from redis.asyncio import ConnectionPool
 
 from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
@@ -264,3 +265,21 @@ async def test_requests_at_once_of_many_callers_count_each_event_once(
     assert sorted(each["id"] for each in stream_of(client, keyspace)) == sorted(
         f"e-{n}" for n in range(51)
     )
+
+
+async def test_a_connection_that_closes_while_it_opens_is_an_outage_and_any_other_defect_is_one(
+    server: DurableRedis, keyspace: Keyspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with intake(server.url, keyspace) as one:
+        words = ["unable to perform operation on <TCPTransport>; the handler is closed", "a defect"]
+
+        async def opened(_: object) -> None:
+            raise RuntimeError(words.pop(0))
+
+        monkeypatch.setattr(ConnectionPool, "get_connection", opened)
+        with pytest.raises(Problem) as told:
+            await one.take(event(1))
+        with pytest.raises(RuntimeError, match="a defect"):
+            await one.take(event(1))
+
+    assert (told.value.status, told.value.reason) == (503, "events_unavailable")

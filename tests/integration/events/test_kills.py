@@ -1,15 +1,20 @@
-"""Kills of Redis while events are sent: what was accepted is there, once."""
+"""Kills of services and of either Redis while events are sent: what was accepted is there, and counts once."""
 
 import asyncio
+import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cache.config.events import EventsConfig
 from cache.format.redis_keys import Keyspace
 from serving.requests.errors import Problem
 from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of
 from tests.integration.events.intakes import Intake, event, intake
+from tests.integration.events.killed_processes import KINDS, killed_processes
+from tests.integration.nights import UNTIL, prepare, publish_night
 
 BATCH = 20
 
@@ -69,3 +74,39 @@ async def test_a_hundred_kills_of_redis_lose_nothing_accepted_and_count_nothing_
     tmp_path: Path, keyspace: Keyspace
 ) -> None:
     await ordeal(tmp_path, keyspace, 100, random.SystemRandom().randrange(1 << 30))
+
+
+async def processes_are_killed(folder: Path, kills: int) -> None:
+    seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 31))
+    print(f"seed {seed} (LARDER_SEED={seed} repeats it)")
+    lost_on_restart = {"appendonly": "no", "maxmemory-policy": "volatile-lru"}
+    with (
+        durable_redis(folder / "pages", **lost_on_restart) as pages,
+        durable_redis(folder / "events") as events,
+    ):
+        config = prepare(folder, pages.url, users=120, items=80)
+        tables = {"user_topk": config.tables["user_topk"]}
+        enabled = EventsConfig(enabled=True)
+        config = replace(config, tables=tables, events=enabled, events_url=events.url)
+        publish_night(config, UNTIL)
+        async with killed_processes(config, folder, pages, events, seed) as running:
+            await running.ordeal(kills)
+            await running.check(60.0)
+            print(
+                f"{len(running.acknowledged)} acknowledged, {running.looks} looks, {dict(running.killed)}"
+            )
+            assert running.killed.total() == kills and set(running.killed) == set(KINDS)
+            assert running.acknowledged and running.looks
+
+
+async def test_kills_of_services_and_either_redis_lose_nothing_and_count_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    await processes_are_killed(tmp_path, 3)
+
+
+@pytest.mark.storm
+async def test_a_hundred_kills_of_services_and_either_redis_lose_nothing_and_count_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    await processes_are_killed(tmp_path, 100)

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class EventWorld:
     rows: list[Row] = field(default_factory=list)
     accepted: list[Placed] = field(default_factory=list)
     _count: int = 0
+    _newest_us: int = field(init=False)
 
     def __post_init__(self) -> None:
         table = pq.read_table(self.config.path("interactions.parquet"))
@@ -56,18 +58,19 @@ class EventWorld:
         self.rows = list(
             zip(table["user"].to_pylist(), table["item"].to_pylist(), at_us, strict=True)
         )
+        self._newest_us = max(at_us)
 
-    @property
+    @cached_property
     def users(self) -> list[str]:
         """Users of the source, sorted."""
         return sorted({user for user, _, _ in self.rows})
 
-    @property
+    @cached_property
     def known(self) -> list[str]:
         """Users whom a night knows, sorted."""
         return sorted(self._history(BEGINNING, UNTIL))
 
-    @property
+    @cached_property
     def items(self) -> list[str]:
         """Items of the catalogue, sorted."""
         table = pq.read_table(self.config.path("items.parquet"))
@@ -93,7 +96,7 @@ class EventWorld:
     def event(self, user: str, item: str, at_us: int | None = None, weight: float = 1.0) -> Event:
         """An interaction with an id of its own, by default later than every row of the source."""
         self._count += 1
-        at = max(at for _, _, at in self.rows) + self._count if at_us is None else at_us
+        at = self._newest_us + self._count if at_us is None else at_us
         return Event(f"event-{self._count}", at, user.encode(), item.encode(), weight=weight)
 
     def build(self, until: Position = BEGINNING, data_until: str = UNTIL) -> str:
@@ -222,13 +225,13 @@ def grouped_rows(rows: Sequence[Sequence[tuple[str, int]]], items: ItemTable) ->
 
 
 async def until_counted(app: Running, world: EventWorld) -> None:
-    """Waits until the service counts everything that was accepted."""
-    newest = world.accepted[-1][0].number
+    """Waits until the service counts everything that was accepted, longer for many events."""
+    newest, timeout_s = world.accepted[-1][0].number, 10 + len(world.accepted) / 1_000
 
     async def has_all() -> bool:
         return app.service.ladder.newer.users.last >= newest
 
-    assert await eventually(has_all)
+    assert await eventually(has_all, timeout_s)
 
 
 def same_list(answer: Mapping[str, Any], items: Sequence[str], scores: NDArray[np.float32]) -> bool:

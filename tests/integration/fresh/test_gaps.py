@@ -48,7 +48,7 @@ async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(
         newer.users.packed[raw] = whole
         newer.users.drop_until(told.world.accepted[lacks - 4][0].number if lacks else 0, [raw])
         newer.users.since = 0  # one that does not know that something lacks
-        counted = newer.counted(snapshot, table, raw)
+        counted = newer.counted(snapshot, table, raw, -1)
         assert counted is not None and counted.events == 3 - lacks
         digests.add(counted.digest)
         answers.append(await told.one(user))

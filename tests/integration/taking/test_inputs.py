@@ -6,7 +6,7 @@ import pytest
 
 from cache.errors import Refused
 from cache.events.event import Event
-from cache.events.history import merge
+from cache.events.history import TimedItems, merge
 from cache.events.position import Position
 from cache.events.seen import SeenItems, UserInput
 from cache.format.directory import Directory
@@ -68,7 +68,11 @@ def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(mon
         earlier, events = had.get(user, nothing), by_user.get(user, [])
         ordinals = table.ordinals_of([each.item or b"" for each in events])
         at = np.array([each.at_us for each in events], np.int64)
-        expected = merge(earlier.items, earlier.times, np.asarray(ordinals, np.int64), at, limit)
+        (expected,) = merge(
+            [TimedItems(earlier.items, earlier.times)],
+            [TimedItems(np.asarray(ordinals, np.int64), at)],
+            limit,
+        )
         assert found.items.tolist() == expected.had.tolist()
         assert expected.newest.tolist() == found.items[-limit:].tolist()
         merged += bool(events) and bool(len(earlier.items))

@@ -66,11 +66,11 @@ def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: Wo
 
     for snapshot in (plain, other):
         assert not newer.changes(snapshot, table, b"u1")
-        assert newer.counted(snapshot, table, b"u1") is None
+        assert newer.counted(snapshot, table, b"u1", -1) is None
     assert newer.changes(taken, table, b"u1")
 
     clicks(world, "u1", "i3", 2)
-    counts = {each: newer.counted(each, table, b"u1") for each in (plain, taken)}
+    counts = {each: newer.counted(each, table, b"u1", -1) for each in (plain, taken)}
     assert newer.changes(plain, table, b"u1")
     assert [each and each.events for each in counts.values()] == [1, 2]
 
@@ -87,8 +87,10 @@ def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
     newer.users.add(Position(2, 0), event)
     newer.values.add(Position(2, 0), event)
 
-    then, now = (newer.counted(taken, table, b"u1", as_of=Position(at, 0).number) for at in (1, 2))
-    other = newer.counted(plain, table, b"u1", as_of=Position(1, 0).number)
+    then, now = (
+        newer.counted(taken, table, b"u1", -1, as_of=Position(at, 0).number) for at in (1, 2)
+    )
+    other = newer.counted(plain, table, b"u1", -1, as_of=Position(1, 0).number)
 
     assert then is not None and now is not None and other is not None
     assert (then.is_past, then.is_approximate, then.events) == (True, True, 1)

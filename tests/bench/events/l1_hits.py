@@ -1,0 +1,143 @@
+"""L1 hits over HTTP of users without events, beside the same service without the feature.
+
+- `l1_without_events`: requests per second of the server's processor time of `GET /v1/lookup/user_topk/{id}?k=20`, each
+  a ready answer in L1, 32 keep-alive connections; `[events] enabled`, while 100,000 other users have events, over the
+  same with it off (at least 0.97 is wanted). Both answer from one generation, whose night takes events.
+
+Two processes that run the same differ by a few per cent for as long as they live. So several times three are started:
+with the feature, and two without, which are the A/A; each is driven until the size advisor has found its sampling rate,
+then they take turns, in every order once. The figure is the median over these times; its interval is of 10,000
+resamples of them.
+"""
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import permutations
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from urllib.request import urlopen
+
+import redis
+
+from cache.events.accept import SCRIPT, StreamBounds, call_of, packed
+from cache.events.event import Event
+from tests.bench.events.fresh import SETTINGS, make_case
+from tests.bench.hostile import interval
+from tests.bench.read_path import Case
+from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
+from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.mix import path_of
+from tests.bench.tools.place import own_server
+from tests.bench.tools.sockets import per_cpu_s, request
+from tests.integration.nights import environment
+from tests.polling import until
+
+TIMES, QUICK_TIMES = 12, 3
+OTHERS = 100_000
+"""Users with an event each, none of whom is asked for."""
+SETTLE, QUICK_SETTLE = 400_000, 40_000
+"""Requests before the first round."""
+COUNT, QUICK_COUNT = 20_000, 10_000
+"""Requests in each part of a round."""
+TOLERANCE = 0.02
+"""Of the A/A ratio: a few per cent are to be told from none."""
+
+
+def accept(case: Case, count: int) -> None:
+    """Events of as many other users, accepted as a service accepts them."""
+    keyspace, bounds = case.night.keyspace(), StreamBounds(256 << 20, 86_400_000, 1)
+    with redis.Redis.from_url(case.night.events_redis, protocol=2) as client:
+        for start in range(0, count, 1_000):
+            events = [
+                Event(f"{each}", 1, b"another-%d" % each, case.items[each % len(case.items)].encode())
+                for each in range(start, start + 1_000)
+            ]  # fmt: skip
+            keys, arguments = call_of(keyspace, bounds, [packed(keyspace, each) for each in events])
+            client.eval(SCRIPT, len(keys), *keys, *arguments)
+
+
+@contextmanager
+def served(case: Case, name: str, settings: Mapping[str, str]) -> Iterator[Program]:
+    """The service with these settings, on the first core."""
+    command = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
+    env = environment(case.night, **settings)
+    with program(command, case.folder / f"{name}.log", env) as running:
+        place(running)
+        yield running
+
+
+def counts_others(target: Program) -> bool:
+    """True once the service has read the whole stream."""
+    with urlopen(f"{target.url}/metrics") as response:  # noqa: S310 - our own loopback server
+        lines = response.read().decode().splitlines()
+    found = [line for line in lines if line.startswith("larder_events_users")]
+    return bool(found) and float(found[0].split()[-1]) >= OTHERS
+
+
+def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, float]]:
+    """Rates of three fresh processes in each round: with the feature, without, and without again."""
+    users = random.Random(0).sample(case.users, min(2_000, len(case.users)))
+    lookups = [request(path_of(user)) for user in users]
+    on = {"LARDER_CONFIG": str(case.folder / "larder.toml")}
+    with (
+        served(case, "on", on) as with_events,
+        served(case, "off", {}) as off,
+        served(case, "again", {}) as again,
+    ):
+        if not until(lambda: counts_others(with_events), 60.0, every_s=0.2):
+            raise RuntimeError("the events of others are not counted")
+        targets = with_events, off, again
+        for each in targets:
+            per_cpu_s(each, lookups, settle)
+        rates = []
+        # Each order once: whoever comes after itself, or after a certain other one, finds warmer caches.
+        for order in permutations(range(len(targets))):
+            found = {number: per_cpu_s(targets[number], lookups, count) for number in order}
+            rates.append((found[0], found[1], found[2]))
+    return rates
+
+
+def measure(report: Report, case: Case, options: Options) -> None:
+    """Fresh processes, again and again."""
+    times, settle, count = (
+        (QUICK_TIMES, QUICK_SETTLE, QUICK_COUNT) if options.quick else (TIMES, SETTLE, COUNT)
+    )
+    accept(case, OTHERS)
+    found = [one_time(case, settle, count) for _ in range(times)]
+    ratios = [median(2 * on / (off + again) for on, off, again in rates) for rates in found]
+    same = [median(again / off for _, off, again in rates) for rates in found]
+    every = [each for rates in found for each in rates]
+    report.ratios["l1_without_events"] = Ratio(
+        median(ratios), median(same), len(every), median(on for on, _, _ in every),
+        median((off + again) / 2 for _, off, again in every), TOLERANCE,
+    )  # fmt: skip
+    report.promises["l1_without_events"] = Promise(
+        0.97, quick=f"{QUICK_TIMES} times three processes, which differ by a few per cent"
+    )
+    for name, each in (("with over without", ratios), ("A/A", same)):
+        low, high = interval(each)
+        report.figures[f"{name}: 95 % interval"] = f"{low:.3f} to {high:.3f}"
+        report.figures[f"{name}: all"] = " ".join(f"{ratio:.3f}" for ratio in each)
+    report.figures["others with events"] = OTHERS
+    report.figures["times three processes"] = times
+    report.figures["unit"] = "requests per second of the server's processor time"
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("events", ("fastapi", "uvicorn", "uvloop", "httptools"))
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as name:
+        folder = Path(name)
+        users = 2_000 if options.quick else 10_000
+        case = make_case(folder, server.url, server.url, users=users)
+        (folder / "larder.toml").write_text(SETTINGS.replace("always", "any"))
+        measure(report, case, options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""`python -m serving` that soon takes over what other consumers of the inbox left unfinished: started by tests only."""
+
+import sys
+
+import serving.events.inbox
+from serving.__main__ import main
+
+if __name__ == "__main__":
+    # Half a second instead of half a minute: also of consumers that live and are slow, so entries come twice.
+    vars(serving.events.inbox).update(CLAIM_AFTER_MS=500, CLAIM_EVERY_S=0.25)
+    sys.exit(main())

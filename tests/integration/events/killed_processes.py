@@ -1,0 +1,224 @@
+"""Services, their Redis of pages and their Redis of events, each killed at random points while events come."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import orjson
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from infra.demo.http import HttpConnection, get
+from infra.local.service import ServiceProcess
+from precompute.config.settings import NightConfig
+from tests.integration.events import claiming_service
+from tests.integration.events.durable_redis import DurableRedis, stream_of
+from tests.integration.events.intakes import rejected
+from tests.integration.nights import environment, histories
+
+KINDS: Final = ("service", "events", "pages")
+SETTINGS: Final = '[events]\nenabled = true\ndurability = "always"\nof_one = 1000000\n'
+GAP_S: Final = 0.02
+BATCH: Final = 5
+ITEMS: Final = 10
+"""Items that events are of: few, so that every list has some left."""
+_AWAY = (OSError, EOFError, TimeoutError, RedisError)
+
+
+class KilledService(ServiceProcess):
+    """Service that is ended as a crash ends it."""
+
+    @property
+    def told(self) -> str:
+        """End of its log, for a message."""
+        return "" if self._process is None else self._process.tail(60)
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self.__exit__()
+
+
+@dataclass(slots=True, eq=False)
+class KilledProcesses:
+    """Two services over a published night, and both Redis; `rng` decides what happens when."""
+
+    config: NightConfig
+    pages: DurableRedis
+    events: DurableRedis
+    services: list[KilledService]
+    rng: random.Random
+    users: list[str] = field(init=False)
+    items: list[str] = field(init=False)
+    sent: Counter[str] = field(default_factory=Counter)
+    """Events that each user may have: those that were sent, whatever became of them."""
+    acknowledged: set[str] = field(default_factory=set)
+    """Ids of events that were accepted, or taken by the inbox."""
+    killed: Counter[str] = field(default_factory=Counter)
+    looks: int = 0
+    _number: int = 0
+
+    def __post_init__(self) -> None:
+        had = histories(self.config)
+        self.users = sorted(had)[:40]
+        self.items = sorted({item for each in had.values() for item in each})[:ITEMS]
+
+    async def ordeal(self, kills: int) -> None:
+        """Kills so often, while events come in both ways and answers are looked at."""
+        work = (self._over_http(), self._over_http(), self._into_inbox(), self._look())
+        tasks = [asyncio.create_task(each) for each in work]
+        order = [KINDS[number % len(KINDS)] for number in range(kills)]
+        self.rng.shuffle(order)
+        for kind in order:
+            pause_s, number = self.rng.uniform(0, 0.3), self.rng.randrange(len(self.services))
+            print(f"{kind} {number} killed after {pause_s * 1e3:.1f} ms", flush=True)
+            await asyncio.sleep(pause_s)
+            await asyncio.to_thread(self._kill, kind, number)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for task in tasks:
+            assert task.cancelled(), task.exception()
+
+    def _kill(self, kind: str, number: int) -> None:
+        self.killed[kind] += 1
+        if kind == "service":
+            self.services[number].kill()
+            self.services[number].__enter__()
+        else:
+            server = self.events if kind == "events" else self.pages
+            server.kill()
+            server.start()
+
+    def _event(self) -> dict[str, Any]:
+        self._number += 1
+        user = self.rng.choice(self.users)
+        self.sent[user] += 1
+        return {"user": user, "item": self.rng.choice(self.items), "id": f"e-{self._number}"}
+
+    async def _over_http(self) -> None:
+        """Sends batches, each until it is accepted, to whichever service."""
+        while True:
+            batch = [self._event() for _ in range(BATCH)]
+            body = orjson.dumps({"events": batch})
+            while True:
+                service = self.rng.choice(self.services)
+                try:
+                    async with HttpConnection(service.url) as connection:
+                        status, raw = await connection.request("POST", "/v1/events", body)
+                except _AWAY:
+                    status, raw = 0, b""
+                if status == 202:
+                    break
+                assert status in (0, 503), f"{raw!r}\n{service.told}"
+                await asyncio.sleep(GAP_S)
+            told = orjson.loads(raw)
+            assert told["accepted"] + told["repeated"] == BATCH and told["durability"] == "always"
+            self.acknowledged.update(each["id"] for each in batch)
+            await asyncio.sleep(GAP_S)
+
+    async def _into_inbox(self) -> None:
+        """Writes entries, with an id until one is taken, or once without."""
+        inbox = self.config.keyspace().inbox
+        client = redis.asyncio.Redis(
+            port=self.events.port, protocol=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
+        )
+        async with client:
+            while True:
+                event = self._event()
+                has_id = self.rng.random() < 0.5
+                if not has_id:
+                    del event["id"]
+                while True:
+                    try:
+                        entry = await client.xadd(inbox, event)
+                    except _AWAY:
+                        await asyncio.sleep(GAP_S)
+                        if has_id:
+                            continue
+                        break  # it may be there, and nobody knows its id
+                    self.acknowledged.add(event["id"] if has_id else entry.decode())
+                    break
+                await asyncio.sleep(GAP_S)
+
+    async def _look(self) -> None:
+        """Asks for users: no answer counts more events than were sent."""
+        while True:
+            user = self.rng.choice(self.users)
+            with contextlib.suppress(*_AWAY):
+                status, answer = await self.answer(self.rng.choice(self.services), user)
+                assert status == 200, answer
+                assert answer.get("events", 0) <= self.sent[user], answer
+                self.looks += 1
+            await asyncio.sleep(GAP_S)
+
+    async def answer(self, service: ServiceProcess, user: str) -> tuple[int, dict[str, Any]]:
+        """(status, answer) of a user's list."""
+        status, raw = await get(service.url, f"/v1/lookup/user_topk/{quote(user, safe='')}")
+        return status, orjson.loads(raw)
+
+    async def check(self, timeout_s: float) -> None:
+        """Everything acknowledged is in the stream, once, and every answer of each service counts all of it."""
+        keyspace = self.config.keyspace()
+        with self.events.client() as client:
+            give_up = asyncio.get_running_loop().time() + timeout_s
+            while left := client.xlen(keyspace.inbox):
+                assert asyncio.get_running_loop().time() < give_up, f"{left} are in the inbox"
+                await asyncio.sleep(0.05)
+            found = stream_of(client, keyspace)
+            assert rejected(client, keyspace) == []
+        ids = [each["id"] for each in found]
+        assert len(ids) == len(set(ids)), "an event counts twice"
+        assert self.acknowledged <= set(ids), "an acknowledged event is lost"
+        counts = Counter(each["user"] for each in found)
+        for service in self.services:
+            for user in self.users:
+                while (told := (await self.answer(service, user))[1]).get("events", 0) != counts[
+                    user
+                ]:
+                    assert asyncio.get_running_loop().time() < give_up, (told, counts[user])
+                    await asyncio.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _services(
+    config: NightConfig, folder: Path, events: DurableRedis
+) -> Iterator[list[KilledService]]:
+    (folder / "larder.toml").write_text(SETTINGS)
+    environ = environment(
+        config, LARDER_CONFIG=str(folder / "larder.toml"), LARDER_EVENTS_URL=events.url
+    )
+    services = [
+        KilledService(folder / f"service-{number}.log", environ, module=claiming_service.__name__)
+        for number in range(2)
+    ]
+    with contextlib.ExitStack() as stack:
+        for each in services:
+            stack.callback(each.__exit__)
+        with ThreadPoolExecutor(len(services)) as pool:
+            list(pool.map(ServiceProcess.__enter__, services))
+        yield services
+
+
+@contextlib.asynccontextmanager
+async def killed_processes(
+    config: NightConfig, folder: Path, pages: DurableRedis, events: DurableRedis, seed: int
+) -> AsyncIterator[KilledProcesses]:
+    """All running, ended afterwards."""
+    with _services(config, folder, events) as services:
+        yield KilledProcesses(config, pages, events, services, random.Random(seed))

@@ -1,0 +1,58 @@
+"""Histories with newer events, many at once, beside one written down by hand."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.events.history import TimedItems, merge
+
+Row = tuple[int, int]
+"""Item, and when."""
+
+ITEMS = st.integers(0, 6)
+TIMES = st.integers(-3, 3)
+EVENTS = st.lists(st.tuples(st.integers(-1, 6), TIMES), max_size=8)
+
+
+@st.composite
+def published(draw: st.DrawFn) -> list[Row]:
+    """Rows as a night publishes them: oldest first, each item once."""
+    items = draw(st.lists(ITEMS, unique=True, max_size=6))
+    times = sorted(draw(st.lists(TIMES, min_size=len(items), max_size=len(items))))
+    return list(zip(items, times, strict=True))
+
+
+def by_hand(had: Sequence[Row], events: Sequence[Row]) -> list[int]:
+    rows = sorted([*had, *(each for each in events if each[0] >= 0)], key=lambda row: row[1])
+    found: list[int] = []
+    for item, _ in rows:
+        if item in found:
+            found.remove(item)
+        found.append(item)
+    return found
+
+
+def rows_of(rows: Sequence[Row]) -> TimedItems:
+    return TimedItems(*np.array(rows, np.int64).reshape(-1, 2).T)
+
+
+@given(st.lists(st.tuples(published(), EVENTS), max_size=5), st.integers(1, 8))
+def test_each_history_is_what_it_is_alone(
+    users: list[tuple[list[Row], list[Row]]], limit: int
+) -> None:
+    found = merge([rows_of(had) for had, _ in users], [rows_of(new) for _, new in users], limit)
+
+    assert [each.had.tolist() for each in found] == [by_hand(*user) for user in users]
+    for each in found:
+        assert each.newest.tolist() == each.had[-limit:].tolist()
+
+
+def test_of_one_time_what_came_later_stands_later() -> None:
+    had, events = rows_of([(1, 5), (2, 5)]), rows_of([(3, 5), (1, 5), (9, 4)])
+
+    (found,) = merge([had], [events], 2)
+
+    assert found.had.tolist() == [9, 2, 3, 1]
+    assert found.newest.tolist() == [3, 1]
