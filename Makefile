@@ -50,8 +50,6 @@ demo: env  ## a whole night, a swap under traffic and a rollback; DATA=folder fo
 serve: env  ## the same, then keeps serving and prints what to try
 	@$(BIN)/python -m infra.demo --state $(STATE) --serve $(if $(DATA),--data "$(DATA)")
 
-# A worker has a core to itself: with more threads each would spin where the others want to compute.
-test: export OMP_NUM_THREADS := 1
 test: env  ## the quick tests, with a real Redis and a real Airflow
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not storm and not slow and not installs"
 

@@ -742,7 +742,8 @@ def places(config, tmp_path):
 
 def environment(tmp_path):
     """Without any configured Redis."""
-    return {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    kept = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS")}
+    return {**kept, "HOME": str(tmp_path)}
 
 
 def run(config, tmp_path, *arguments):

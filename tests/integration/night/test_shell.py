@@ -54,7 +54,8 @@ def folder(tmp_path):
 
 
 def environment(folder):
-    return {"PATH": os.environ["PATH"], "HOME": str(folder), "TERM": "xterm-256color"}
+    kept = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS")}
+    return {**kept, "HOME": str(folder), "TERM": "xterm-256color"}
 
 
 def command(folder, *arguments):
