@@ -10,7 +10,7 @@ if __name__ == "__main__":
     if line := missing("precompute", "precompute", *PRECOMPUTE):
         print(f"larder: {line}", file=sys.stderr)
         sys.exit(2)
-    # The libraries below take a second or two to load; until then an interrupt has nothing to undo.
+    # The libraries of a command take up to two seconds to load; until then an interrupt has nothing to undo.
     signal.signal(
         signal.SIGINT, lambda *_: (os.write(2, b"interrupted; nothing was begun\n"), os._exit(130))
     )
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Exit code: 0 done, 1 refused or failed, 2 wrong usage, 3 what `status` saw is not well, 130 interrupted."""
     arguments = parser_of_commands(prog).parse_args(argv)
     try:
+        run = arguments.run.load()
         _on_interrupt(_interrupt)
         overrides = {
             name: getattr(arguments, name)
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
             bars_on(err, is_quiet=arguments.quiet) as progress,
             redis_for(config, arguments, progress) as config,
         ):
-            found = arguments.run(config, arguments, progress)
+            found = run(config, arguments, progress)
         told = found if isinstance(found, Told) else Told(found)
         is_plain = isinstance(told.shown, dict)
         show(json_text(told.shown) if arguments.json and is_plain else told.shown, out)

@@ -6,6 +6,10 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+# Before NumPy is imported: matrices are tiny here, and more threads of BLAS only spin while they wait for one another
+# (choosing a model takes 9 processor seconds with two, 2.3 with one). Programs that it starts inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import HealthCheck, settings
 

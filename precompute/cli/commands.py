@@ -1,4 +1,7 @@
-"""Commands of the shell, a function for each: what it does, and what it found to show."""
+"""Commands of the shell, a function for each: what it does, and what it found to show.
+
+Each imports what it alone needs: libraries that the others do without.
+"""
 
 import argparse
 import math
@@ -13,22 +16,13 @@ from cache.process.command_line import NOT_WELL, json_text
 from cache.store.audit import Audited, audited, ids_in_words
 from cache.store.blocklist import change_blocklist
 from precompute.builds.night import Night, size_text
-from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_store import hand_over
 from precompute.cli.console import Found, Told, err, table_of
-from precompute.cli.status_report import look, report
-from precompute.cli.status_table import shown
 from precompute.cli.step_commands import standing_name
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
 from precompute.control.control_keys import Control, connect
-from precompute.erasures.erasure import demand_unerased
-from precompute.operations.adopt import adopt
 from precompute.operations.night import run_night
-from precompute.operations.restore import restore as restore_redis
-from precompute.operations.roll_back import roll_back as move_back
-from precompute.operations.train import train_reference
 from precompute.releases.attempts import new_attempt
 from precompute.releases.registry import open_releases
 
@@ -68,6 +62,8 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
 
 def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
     """The reference bundle, trained on the configured sources."""
+    from precompute.operations.train import train_reference
+
     found = train_reference(config, data_until=arguments.data_until, progress=progress)
     if arguments.json:
         return found
@@ -85,6 +81,9 @@ def hand_over_bundle(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     """A bundle put into the store, which all nights use from now on."""
+    from precompute.bundles.bundle import Bundle
+    from precompute.bundles.bundle_store import hand_over
+
     bundle = Bundle.open(config.path(arguments.folder))
     progress("hand over", 0, 1)
     hand_over(config.store(), bundle)
@@ -96,6 +95,8 @@ def roll_back(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
     """An earlier generation made live again."""
+    from precompute.operations.roll_back import roll_back as move_back
+
     attempt = arguments.attempt or new_attempt()
     return move_back(config, to=arguments.to, reason=arguments.reason, attempt=attempt)
 
@@ -104,6 +105,9 @@ def restore(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     """A lost Redis rebuilt from the store, or a strange one made to follow it."""
+    from precompute.operations.adopt import adopt
+    from precompute.operations.restore import restore as restore_redis
+
     if arguments.adopt:
         return adopt(config, reason=arguments.reason, attempt=new_attempt(), progress=progress)
     return restore_redis(config, attempt=new_attempt(), progress=progress)
@@ -134,6 +138,8 @@ def block(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
     """Blocks, or unblocks; replicas are told if any can be."""
+    from precompute.erasures.erasure import demand_unerased
+
     items = [canonical_id(each) for each in arguments.item]
     entities = [canonical_id(each) for each in arguments.entity]
     store = config.store()
@@ -161,6 +167,9 @@ def block(
 
 def status(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Told:
     """Status of everything; its code is 3 where something is not well."""
+    from precompute.cli.status_report import look, report
+    from precompute.cli.status_table import shown
+
     told = report(config, look(config))
     code = 0 if told["well"] else NOT_WELL
     if arguments.json:

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from rich.console import Console
@@ -91,6 +92,25 @@ class _Rate(ProgressColumn):
 
 Command = Callable[[NightConfig, argparse.Namespace, Progress], Found | Told]
 """A command of the shell: what it does, and what it found to show."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandPlace:
+    """Dotted place of a command below `precompute`, and of modules that it imports only when it runs.
+
+    All commands together need every library there is, which takes a second or two to load; each alone needs few.
+    """
+
+    name: str
+    loads: tuple[str, ...] = ()
+
+    def load(self) -> Command:
+        """Imports the command and all that it will need."""
+        for each in self.loads:
+            import_module(f"precompute.{each}")
+        module, _, name = self.name.rpartition(".")
+        found: Command = getattr(import_module(f"precompute.{module}"), name)
+        return found
 
 
 def table_of(found: dict[str, Any]) -> Table:

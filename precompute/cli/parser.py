@@ -4,24 +4,21 @@ import argparse
 from pathlib import Path
 
 from cache.control.night_steps import NIGHT
-from precompute.canary.trial import command as canary
-from precompute.cli import commands as run_by
-from precompute.cli import plan as planning
-from precompute.cli import step_commands, worklist
-from precompute.cli.audit import audit
-from precompute.cli.console import Command
-from precompute.cli.erase import erase
-from precompute.cli.override import command as override
-from precompute.cli.step_commands import INSIDE_SCORE, step_command
+from precompute.cli.console import CommandPlace
 from precompute.cli.temporary_redis import load_again, nothing, verify_again
-from precompute.experiments import command as experiments
-from precompute.freshness import command as freshness
+from precompute.experiments import options as experiments
+from precompute.freshness import options as freshness
+from precompute.planning import options as planning
 
 PROG = "python -m precompute"
+INSIDE_SCORE = ("embed_items", "assemble")
+"""Steps without a command: `score` runs them before and after its own."""
+LISTED = 50
+"""Ids that `worklist` shows where no limit is named."""
 
 
 def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
-    """Each command sets `run`, which Redis it needs, and how a new one is prepared."""
+    """Each command sets `run`, which Redis it needs, and how a new one is prepared; none is imported yet."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Precompute predictions for every known entity and publish them as one generation.",
@@ -37,31 +34,44 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(
-        name: str, run: Command, text: str, *, generation: bool = False
+        name: str, place: str, text: str, *loads: str, generation: bool = False
     ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, parents=[behind])
-        command.set_defaults(run=run, redis="own", prepare=nothing)
+        command.set_defaults(run=CommandPlace(place, loads), redis="own", prepare=nothing)
         if generation:
             command.add_argument(
                 "generation", help="generation id, as `begin` and `status` print it"
             )
         return command
 
-    first: tuple[tuple[str, Command, str], ...] = (
+    def add_step(name: str, text: str, *loads: str, place: str = "") -> argparse.ArgumentParser:
+        found = place or "cli.step_commands.step"
+        command = add(name, found, text, f"steps.{name}", *loads, generation=True)
+        command.set_defaults(step=name)
+        return command
+
+    first = (
         (
             "night",
-            run_by.night,
+            "cli.commands.night",
             f"the whole night: {', '.join(NIGHT).replace('_', ' ')}",
+            tuple(f"steps.{each}" for each in NIGHT),
         ),
-        ("train", run_by.train, "train the reference bundle on the configured sources"),
+        (
+            "train",
+            "cli.commands.train",
+            "train the reference bundle on the configured sources",
+            ("operations.train",),
+        ),
         (
             "begin",
-            step_commands.begin,
+            "cli.step_commands.begin",
             "name the generation, pin its inputs, partition the sources",
+            ("steps.begin",),
         ),
     )
-    for name, run, text in first:
-        command = add(name, run, text)
+    for name, place, text, loads in first:
+        command = add(name, place, text, *loads)
         default = (
             "use all"
             if name == "train"
@@ -81,31 +91,33 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
             )  # fmt: skip
     add(
         "take-events",
-        step_commands.take_events,
+        "cli.step_commands.take_events",
         "write the stream's new events into the store, for `begin` to read",
+        "steps.take_events",
     )
     command = add(
         "hand-over",
-        run_by.hand_over_bundle,
+        "cli.commands.hand_over_bundle",
         "put a bundle into the store for the nights of all hosts",
+        "bundles.bundle_store",
     )
     command.add_argument("folder", help="with bundle.json; relative to the configuration")
     command.set_defaults(redis="none")
-    command = add("score", step_commands.score, "score all shards, or one", generation=True)
+    command = add_step(
+        "score", "score all shards, or one", "steps.embed_items", "steps.assemble",
+        place="cli.step_commands.score",
+    )  # fmt: skip
     command.add_argument("--shard", type=int)
     command.set_defaults(redis="none")
-    for name, run, text in (
-        ("index", step_command("index"), "build the FAISS indexes"),
-        ("quantize", step_commands.quantize, "make and compare the int8 models"),
-    ):
-        add(name, run, text, generation=True).set_defaults(redis="none")
-    add("load", step_command("load"), "stream the pages into Redis", generation=True)
-    add("verify", step_command("verify"), "run the gates", generation=True).set_defaults(
-        prepare=load_again
-    )
+    add_step("index", "build the FAISS indexes").set_defaults(redis="none")
+    add_step(
+        "quantize", "make and compare the int8 models", place="cli.step_commands.quantize"
+    ).set_defaults(redis="none")
+    add_step("load", "stream the pages into Redis")
+    add_step("verify", "run the gates", "steps.load").set_defaults(prepare=load_again)
     command = add(
         "override",
-        override,
+        "cli.override.command",
         "let a refused generation pass one rule, with a reason",
         generation=True,
     )
@@ -113,15 +125,13 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command.add_argument(
         "--reason", required=True, help="kept in the release record and the manifest"
     )
-    command = add(
-        "publish", step_command("publish"), "make a verified generation live", generation=True
-    )
+    command = add_step("publish", "make a verified generation live", "steps.load", "steps.verify")
     command.add_argument("--attempt")
     command.set_defaults(prepare=verify_again)
-    add("warm", step_commands.warm, "wait until every replica answers from it", generation=True)
+    add_step("warm", "wait until every replica answers from it", place="cli.step_commands.warm")
     command = add(
         "canary",
-        canary,
+        "canary.trial.command",
         "try a verified generation on a share of the requests, then publish or abandon it",
     )
     command.add_argument("action", choices=("start", "status", "publish", "abandon"))
@@ -138,34 +148,45 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     )
     command.add_argument("--reason", help="of abandon; kept in the release record")
     command.add_argument("--attempt")
-    experiments.add_options(add("experiment", experiments.command, experiments.DESCRIPTION))
-    command = add("roll-back", run_by.roll_back, "make an earlier generation live again")
+    experiments.add_options(
+        add("experiment", "experiments.command.command", experiments.DESCRIPTION)
+    )
+    command = add(
+        "roll-back",
+        "cli.commands.roll_back",
+        "make an earlier generation live again",
+        "steps.load",
+    )
     command.set_defaults(prepare=load_again)
     command.add_argument("--to", metavar="GENERATION", help="default: the previous one")
     command.add_argument("--reason", required=True, help="kept in the release record")
     command.add_argument("--attempt")
-    add("retire", step_command("retire"), "remove generations that nobody needs")
-    command = add("restore", run_by.restore, "rebuild a lost Redis from the artefact store")
+    add(
+        "retire", "cli.step_commands.step", "remove generations that nobody needs", "steps.retire"
+    ).set_defaults(step="retire")
+    command = add("restore", "cli.commands.restore", "rebuild a lost Redis from the artefact store")
     command.add_argument(
         "--adopt",
         action="store_true",
         help="also where Redis holds a pointer that no release record explains: the artefact store decides",
     )
     command.add_argument("--reason", help="of --adopt; kept in the release record")
-    command = add("pin", run_by.pin, "keep a generation from being retired", generation=True)
+    command = add(
+        "pin", "cli.commands.pin", "keep a generation from being retired", generation=True
+    )
     command.add_argument("--reason", required=True)
     command.add_argument("--days", type=float, help="how long (default: until unpinned)")
     command.set_defaults(unpin=False)
-    add("unpin", run_by.pin, "lift a pin", generation=True).set_defaults(unpin=True)
+    add("unpin", "cli.commands.pin", "lift a pin", generation=True).set_defaults(unpin=True)
     for name, text in (("block", "never serve these"), ("unblock", "serve these again")):
-        command = add(name, run_by.block, f"{text}; effective within seconds")
+        command = add(name, "cli.commands.block", f"{text}; effective within seconds")
         command.add_argument("--item", action="append", default=[], metavar="ID")
         command.add_argument("--entity", action="append", default=[], metavar="ID")
         command.add_argument("--reason", default="", help="kept in the audit log")
         command.set_defaults(unblock=name == "unblock", redis="if running")
     command = add(
         "erase",
-        erase,
+        "cli.erase.erase",
         "block an entity at once, leave it out of every night from now on, and report when nothing holds it any more",
     )
     command.add_argument("entity", nargs="?", metavar="ENTITY", help="its id")
@@ -189,19 +210,17 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command.set_defaults(redis="if running")
     command = add(
         "status",
-        run_by.status,
+        "cli.commands.status",
         "generations with state, size, gates and pins, replicas, the next one expected; exit code 3 where not all is "
         "well, also without Redis",
     )
     command.set_defaults(redis="if running")
     command = add(
         "worklist",
-        worklist.worklist,
+        "cli.worklist.worklist",
         "ids that callers ask for and that no night knows, most asked first",
     )
-    command.add_argument(
-        "--limit", type=int, default=worklist.LIMIT, help="shown (default: %(default)s)"
-    )
+    command.add_argument("--limit", type=int, default=LISTED, help="shown (default: %(default)s)")
     command.add_argument(
         "--export",
         metavar="FILE",
@@ -211,21 +230,21 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command.set_defaults(redis="if running")
     command = add(
         "audit",
-        audit,
+        "cli.audit.audit",
         "who published, rolled back, overrode, blocked, erased or changed tokens, and how it ended",
     )
     command.add_argument("--since", metavar="TIME", help="ISO 8601, UTC unless it says otherwise")
     command.add_argument("--entity", metavar="ID", help="only what was done about this entity")
     command.set_defaults(redis="none")
-    command = add("plan", planning.plan, planning.DESCRIPTION)
+    command = add("plan", "cli.plan.plan", planning.DESCRIPTION)
     planning.add_options(command)
     command.set_defaults(redis="if running")
-    command = add("freshness", freshness.command, freshness.DESCRIPTION)
+    command = add("freshness", "freshness.command.command", freshness.DESCRIPTION)
     freshness.add_options(command)
     command.set_defaults(redis="none")
     for name in NIGHT:
         if name not in commands.choices and name not in INSIDE_SCORE:
-            add(name, step_command(name), f"run the step {name}", generation=True)
+            add_step(name, f"run the step {name}")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The command `plan`: its options, and the forecast as a table or as JSON."""
+"""The command `plan`: the forecast as a table or as JSON."""
 
 import argparse
 import math
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
-from cache.errors import ConfigError, SourceError
+from cache.errors import SourceError
 from cache.process.command_line import json_text
 from precompute.builds.night import size_text
 from precompute.cli.console import Found, out, show
@@ -26,60 +26,16 @@ from precompute.experiments.room import ArmRoom
 from precompute.gates.evidence.verdict import Verdict
 from precompute.planning.capacity import demand_room, limits_of
 from precompute.planning.filter_costs import FEW, FilterCost
-from precompute.planning.forecast import DAY_S, Forecast, PlanParameters, forecast, judged
+from precompute.planning.forecast import DAY_S, Forecast, forecast, judged
 from precompute.planning.memory import step_bytes
+from precompute.planning.options import PlanParameters, parameters
 from precompute.planning.spent import Spent
 from precompute.sources.readers import read_features
-
-DESCRIPTION = (
-    "what a night and its service would need, from a sample of the real inputs: bytes in Redis, on readers' hosts and "
-    "on disk, minutes of scoring and loading, hit rates of L1; refused where the generations of a night at its peak "
-    "would not fit"
-)
-
-
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of `plan`; what is left out is counted in the inputs."""
-    default = PlanParameters()
-    for name, kind, stands_for, text in (
-        ("users", int, "N", "users (default: counted)"),
-        ("items", int, "N", "items; scoring is extrapolated from half of those there are and all of them"),
-        ("k", int, "N", "length of the users' lists"),
-        ("dims", int, "N", "dimensions of the vectors; scoring is extrapolated in proportion"),
-        ("qps", float, "QPS", "requests per second, of all processes"),
-        ("processes", int, "N", "service processes, each with an L1 (default 1)"),
-        ("requests", str, "FILE", ("ids that were asked for, one row each: Parquet with the sources' user column, else "
-         "text, one a line")),
-        ("zipf", float, "S", ("without --requests: the user of rank r is asked for in proportion to r ** -S "
-         "(default 1.0)")),
-        ("answer-bytes", int, "N", ("bytes of a single lookup's answer, kept beside its record; 0 where only batches "
-         "are asked for (default: from K and the ids)")),
-        ("gpu-users-per-s", float, "RATE", "also say how long scoring takes at this rate"),
-        ("users-changed", float, "SHARE", ("of a night that copies: share of the users with other inputs (default: "
-         "those with an interaction in the last day before the cut; 0.1 where nothing has a time)")),
-        ("items-changed", float, "SHARE", ("of a night that copies: share of the items gone, new or changed (default: "
-         "nights for 0, 0.001 and 0.01)")),
-        ("redis-gb", float, "GB", "memory of each Redis node, not the configured one's"),
-        ("redis-nodes", int, "N", "masters, with --redis-gb (default 1)"),
-        ("host-gb", float, "GB", "memory of a reader's host (default: free here)"),
-        ("disk-gb", float, "GB", "disk for the artefacts (default: free here)"),
-        ("sample", float, "SHARE", "share of the users (default 0.01, at least 1,024 users)"),
-        ("seconds", float, "S", "how long to time users and items, each (default 20)"),
-        ("data-until", str, "TIME", "cut of the data, ISO 8601"),
-    ):  # fmt: skip
-        command.add_argument(
-            f"--{name}", type=kind, metavar=stands_for, help=text,
-            default=getattr(default, name.replace("-", "_"), None),
-        )  # fmt: skip
-    command.add_argument(
-        "--l1-mb", type=int, nargs="+", metavar="MIB", default=list(default.l1_mib),
-        help="sizes of L1 per process, in MiB (default 64 256 1024)",
-    )  # fmt: skip
 
 
 def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
     """Shows the forecast; raises Refused where it would not fit."""
-    asked = _asked(arguments)
+    asked = parameters(arguments)
     if config.redis_url and arguments.redis_gb is None:  # before a minute's work
         with connect(config.redis_url, config.redis_timeout_s) as client:
             Control(client, config.keyspace()).check_policy()
@@ -101,40 +57,6 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
         show(shown, out)
         demand_room(verdicts)
     return shown
-
-
-def _asked(arguments: argparse.Namespace) -> PlanParameters:
-    """Reads the options; raises ConfigError for what cannot be."""
-    above = ("users", "items", "k", "dims", "qps", "processes", "gpu_users_per_s", "redis_gb", "redis_nodes",
-             "host_gb", "disk_gb", "sample", "seconds")  # fmt: skip
-    for name in above:
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < math.inf:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is a number above 0, not {value:g}", field=name)
-    if arguments.sample > 1:
-        raise ConfigError(f"--sample is a share of 1, not {arguments.sample:g}", field="sample")
-    if min(arguments.l1_mb) < 1:
-        raise ConfigError("--l1-mb are sizes in MiB, from 1 on", field="l1_mb")
-    if arguments.answer_bytes is not None and arguments.answer_bytes < 0:
-        raise ConfigError("--answer-bytes is 0 or more", field="answer_bytes")
-    if not 0 <= arguments.zipf <= 10:
-        raise ConfigError(f"--zipf is 0 to 10, not {arguments.zipf:g}", field="zipf")
-    for name in ("users_changed", "items_changed"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 <= value <= 1:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is a share of 1, not {value:g}", field=name)
-    if arguments.redis_nodes is not None and arguments.redis_gb is None:
-        raise ConfigError(
-            "--redis-nodes goes with --redis-gb, the memory of each", field="redis_nodes"
-        )
-    return PlanParameters(
-        arguments.users, arguments.items, arguments.k, arguments.dims, arguments.qps,
-        arguments.processes, arguments.sample, arguments.seconds, arguments.data_until,
-        tuple(arguments.l1_mb), arguments.zipf, arguments.answer_bytes, arguments.gpu_users_per_s,
-        arguments.users_changed, arguments.items_changed,
-    )  # fmt: skip
 
 
 def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:

@@ -1,4 +1,7 @@
-"""Commands of the steps of a night; a step without a function here is run as a night runs it."""
+"""Commands of the steps of a night; a step without a function here is run as a night runs it.
+
+A step's module is imported by the command that runs it: each brings libraries that the others do without.
+"""
 
 import argparse
 from datetime import UTC, datetime
@@ -6,36 +9,20 @@ from typing import Any
 
 from cache.errors import Conflict
 from precompute.builds.night import Night
-from precompute.bundles.bundle_store import chosen_at
-from precompute.cli.console import Command
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
 from precompute.operations.night import step_in_night
 from precompute.releases.attempts import new_attempt
-from precompute.sources.files import all_files, changed_at
-from precompute.steps import assemble, embed_items
-from precompute.steps import begin as begin_step
-from precompute.steps import quantize as quantize_step
-from precompute.steps import score as score_step
-from precompute.steps import take_events as take_events_step
-from precompute.steps import warm as warm_step
-
-INSIDE_SCORE = ("embed_items", "assemble")
-"""Steps without a command: `score` runs them before and after its own."""
 
 
-def step_command(name: str) -> Command:
-    """The command of a step that has no function here, by its name in a night."""
-
-    def command(
-        config: NightConfig, arguments: argparse.Namespace, progress: Progress
-    ) -> dict[str, Any]:
-        attempt = getattr(arguments, "attempt", None) or new_attempt()
-        build = _build(arguments) if "generation" in arguments else {}
-        return step_in_night(name)(Night(config, attempt, progress=progress, build=build)).found
-
-    return command
+def step(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A step as a night runs it, by its name there."""
+    attempt = getattr(arguments, "attempt", None) or new_attempt()
+    build = _build(arguments) if "generation" in arguments else {}
+    return step_in_night(arguments.step)(
+        Night(config, attempt, progress=progress, build=build)
+    ).found
 
 
 def _build(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -44,6 +31,9 @@ def _build(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def standing_name(config: NightConfig, data_until: str | None) -> str:
     """Name of a night without a cut: when its inputs last changed, so that a repeat finds its own work."""
+    from precompute.bundles.bundle_store import chosen_at
+    from precompute.sources.files import all_files, changed_at
+
     bundle_at = 0.0 if config.sources.item_vectors else chosen_at(config)  # else it is an input
     if data_until or config.data_until or not config.sources.names_users or bundle_at is None:
         return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
@@ -53,6 +43,8 @@ def standing_name(config: NightConfig, data_until: str | None) -> str:
 
 def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """A generation named, its inputs pinned."""
+    from precompute.steps import begin as begin_step
+
     return begin_step.run(
         config, data_until=arguments.data_until, run_after=None,
         named=standing_name(config, arguments.data_until), events_until=arguments.events_until,
@@ -64,11 +56,16 @@ def take_events(
     config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
     """The stream's new events, as files in the store."""
+    from precompute.steps import take_events as take_events_step
+
     return take_events_step.run(config)
 
 
 def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """All shards, assembled; or one of them alone."""
+    from precompute.steps import assemble, embed_items
+    from precompute.steps import score as score_step
+
     build = _build(arguments)
     embed_items.run(config, build, progress=progress)
     shards = range(config.shards) if arguments.shard is None else [arguments.shard]
@@ -86,12 +83,16 @@ def quantize(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     """The int8 models' agreement with the others."""
+    from precompute.steps import quantize as quantize_step
+
     found = quantize_step.run(config, _build(arguments), progress=progress)
     return {name: each["agreement"] for name, each in found["models"].items()}
 
 
 def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
     """Waits for every replica; Conflict for what is not live, and when some still wait in the end."""
+    from precompute.steps import warm as warm_step
+
     generation = arguments.generation
     with connect(config.redis_url, config.redis_timeout_s) as client:
         pointer = Control(client, config.keyspace()).pointer()

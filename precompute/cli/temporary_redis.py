@@ -6,14 +6,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from cache.process.redis_server import redis_url, running_server
-from precompute.cli.commands import roll_back
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.control.states import ALLOWED, State
-from precompute.operations.restore import restore
 from precompute.releases.attempts import new_attempt
 from precompute.releases.registry import open_releases
-from precompute.steps import load, verify
 
 _LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
 
@@ -48,6 +45,8 @@ def _fill(config: NightConfig, progress: Progress) -> None:
         # What is no pointer is left to the command, which may be the one that removes it.
         empty = not control.client.exists(control.keys.live) and releases.ledger().live is not None
     if empty:
+        from precompute.operations.restore import restore  # most servers are as they should be
+
         restore(config, attempt=new_attempt(), progress=progress)
 
 
@@ -57,13 +56,17 @@ def nothing(_config: NightConfig, _arguments: argparse.Namespace, _progress: Pro
 
 def load_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
     """Loads the generation that a step is about again: the server that held its pages ended with its command."""
-    name = "to" if arguments.run is roll_back else "generation"
+    from precompute.steps import load  # of the commands few prepare a server
+
+    name = "to" if "to" in arguments else "generation"
     if (generation := getattr(arguments, name)) and _state(config, generation) in _LOADABLE:
         load.run(config, {"generation": generation}, progress=progress)
 
 
 def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
     """Runs the gates again: the registry of the server that knew about an earlier `verify` is gone."""
+    from precompute.steps import verify
+
     load_again(config, arguments, progress)
     # A refused or rolled-back one is lifted by `verify` alone, never on the way to a publish.
     if _state(config, arguments.generation) in (State.LOADED, State.VERIFIED):

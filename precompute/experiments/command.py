@@ -1,4 +1,4 @@
-"""The command `experiment`: its options, and what each action shows."""
+"""The command `experiment`: what each action shows."""
 
 import argparse
 import time
@@ -17,36 +17,6 @@ from precompute.experiments.edits import ArmOption, ExperimentOption
 from precompute.experiments.exposures import erased_users, gather
 from precompute.experiments.freeing import free
 from precompute.experiments.status import status
-
-ACTIONS = ("start", "status", "share", "stop", "exposures", "retire")
-DESCRIPTION = "let bundles live beside each other for weeks, each answering the keys of its arm"
-
-
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds actions and options of the command."""
-    command.add_argument("action", choices=ACTIONS)
-    command.add_argument("name", nargs="?", help="of the experiment: a-z, 0-9, - and _")
-    command.add_argument(
-        "--arm",
-        action="append",
-        default=[],
-        metavar="NAME=NAMESPACE:SHARE",
-        help="arm, as often as there are arms, one of them with the service's own namespace; shares sum to 1. "
-        "For `share`: NAME=SHARE",
-    )
-    command.add_argument(
-        "--share", type=float, help="share of all keys, above 0 to 1 (start: default 1)"
-    )
-    command.add_argument(
-        "--holdout", type=float, help="share of all keys that no experiment may take"
-    )
-    command.add_argument(
-        "--sample",
-        type=float,
-        default=1.0,
-        help="share of its keys whose exposures are written down (default: all)",
-    )
-    command.add_argument("--reason", default="", help="of stop; kept in the audit log")
 
 
 def command(

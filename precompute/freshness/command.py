@@ -1,4 +1,4 @@
-"""The command `freshness`: its options, and what it found as tables or as JSON."""
+"""The command `freshness`: what it found as tables or as JSON."""
 
 import argparse
 from dataclasses import replace
@@ -13,37 +13,9 @@ from cache.topk.compiled import K_MAX
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.freshness.bootstrap import Estimate
-from precompute.freshness.replay import FreshnessReport, ReplayOptions, replay
+from precompute.freshness.options import ReplayOptions
+from precompute.freshness.replay import FreshnessReport, replay
 from precompute.freshness.ways import EVENTS, WAYS
-
-DESCRIPTION = (
-    "what nights, hourly nights and events find of users' next items, replayed from the end of a log with times, and "
-    "what their lists cost"
-)
-
-
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    default = ReplayOptions()
-    command.add_argument(
-        "--data", nargs="+", metavar="FILE",
-        help="the log, in place of sources.interactions; its columns are those of [sources]",
-    )  # fmt: skip
-    for name, text in (
-        ("days", "days (UTC) of the log's end that are replayed; the model knows what is before"),
-        ("k", "length of the lists"),
-        ("users", "users who are replayed, drawn where more did something new"),
-        ("seed", "seed of the model, of the users drawn and of the intervals"),
-    ):
-        command.add_argument(
-            f"--{name}", type=int, metavar="N", default=getattr(default, name),
-            help=f"{text} (default: %(default)s)",
-        )  # fmt: skip
-    command.add_argument(
-        "--configured-bundle", action="store_true",
-        help="lists of the configured bundle, which must not have seen what is replayed (default: a reference model "
-        "trained on what is before)",
-    )  # fmt: skip
 
 
 def command(

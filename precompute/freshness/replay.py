@@ -17,6 +17,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.freshness.bootstrap import Estimate, estimates
+from precompute.freshness.options import ReplayOptions
 from precompute.freshness.ranks import ListModel, alone_s, rank_targets
 from precompute.freshness.targets import Targets, cut_before_days, lists_per_day
 from precompute.freshness.timed_log import TimedLog, read_log
@@ -28,17 +29,6 @@ from precompute.sources.vocabulary import as_strings
 
 HOURS: Final = (0, 1, 3, 6, 12, 24)
 """Bounds of the bins of hours since the night."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """Options of a replay: how much of the log's end, lists of which length, and of how many users at most."""
-
-    days: int = 7
-    k: int = 20
-    users: int = 10_000
-    seed: int = 0
-    configured_bundle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

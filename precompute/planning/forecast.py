@@ -34,6 +34,7 @@ from precompute.planning.copies import CopyingNight, copying_nights, lengths, us
 from precompute.planning.filter_costs import FilterCost, filter_costs
 from precompute.planning.hits import Hits, Popularity, hits, popularity_of, zipf
 from precompute.planning.memory import step_bytes
+from precompute.planning.options import PlanParameters
 from precompute.planning.rehearsal import page_costs, time_load
 from precompute.planning.sampling import draw
 from precompute.planning.sizes import Shape
@@ -49,27 +50,6 @@ COPIED_BYTES = 17
 """Bytes on disk for each user of which a later night may copy: a hash, a digest, a reason."""
 ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
 """Approximate bytes of an answer in JSON besides its item ids: as a whole; a score, quotes and commas for each."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanParameters:
-    """Parameters of the plan. None: as the inputs have it, or not to be told."""
-
-    users: int | None = None
-    items: int | None = None
-    k: int | None = None
-    dims: int | None = None
-    qps: float | None = None
-    processes: int = 1
-    sample: float = 0.01
-    seconds: float = 20.0
-    data_until: str | None = None
-    l1_mib: Sequence[int] = (64, 256, 1024)
-    zipf: float = 1.0
-    answer_bytes: int | None = None
-    gpu_users_per_s: float | None = None
-    users_changed: float | None = None
-    items_changed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

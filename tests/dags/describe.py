@@ -1,6 +1,7 @@
 """Parse the DAGs folder as Airflow does and print what is in it; run in a process of its own."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,25 @@ from airflow.sdk import RetryAction
 from cache.errors import LarderError
 
 
-def main(folder: str) -> None:
-    """Print one JSON object: import errors, heavy modules that parsing pulled in, and each DAG."""
+def main(folder: str, *configs: str) -> None:
+    """Print one JSON object: import errors, heavy modules that parsing pulled in, and each DAG.
+
+    With `configs` the DAGs once more for each of these files, as parsed under it: `under` by file.
+    """
     bag = DagBag(dag_folder=folder)
     heavy = ("torch", "faiss", "onnx", "onnxruntime", "pyarrow", "scipy", "numpy", "fastapi")
     found = sorted(name for name in heavy if name in sys.modules)
-    dags = {
+    errors = {Path(name).name: error for name, error in bag.import_errors.items()}
+    told: dict[str, Any] = {"errors": errors, "heavy": found, "dags": described(bag), "under": {}}
+    for config in configs:
+        os.environ["LARDER_CONFIG"] = config
+        told["under"][config] = described(DagBag(dag_folder=folder))
+    print(json.dumps(told))
+
+
+def described(bag: DagBag) -> dict[str, Any]:
+    """What is in each DAG, by its id."""
+    return {
         dag.dag_id: {
             "schedule": type(dag.timetable).__name__,
             "max_active_runs": dag.max_active_runs,
@@ -46,8 +60,6 @@ def main(folder: str) -> None:
         }
         for dag in bag.dags.values()
     }
-    errors = {Path(name).name: error for name, error in bag.import_errors.items()}
-    print(json.dumps({"errors": errors, "heavy": found, "dags": dags}))
 
 
 def final(task: Any) -> list[str]:
@@ -62,4 +74,4 @@ def final(task: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -50,11 +50,14 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The DAGs folder as Airflow sees it."""
     describe = Path(__file__).with_name("describe.py")
     home = tmp_path_factory.mktemp("airflow")
-    (home / "larder.toml").write_text(CONFIG)
+    path, with_events = home / "larder.toml", home / "events.toml"
+    path.write_text(CONFIG)
+    with_events.write_text("[events]\nenabled = true\n")
     printed = in_airflow(
-        home, str(describe), str(ROOT / "dags"), LARDER_CONFIG=str(home / "larder.toml")
+        home, str(describe), str(ROOT / "dags"), str(with_events), LARDER_CONFIG=str(path)
     )
-    return json.loads(printed.splitlines()[-1])
+    found = json.loads(printed.splitlines()[-1])
+    return {**found, "with events": found["under"][str(with_events)]}
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +95,10 @@ def test_the_night_goes_through_its_steps_in_order(night: Any) -> None:
     assert set(night["tasks"]) == {"plan", *chain.from_iterable(stages)}
 
 
-def test_events_are_taken_over_before_the_night_where_they_are_enabled(tmp_path: Path) -> None:
-    (tmp_path / "larder.toml").write_text("[events]\nenabled = true\n")
-    printed = in_airflow(
-        tmp_path, str(Path(__file__).with_name("describe.py")), str(ROOT / "dags"),
-        LARDER_CONFIG=str(tmp_path / "larder.toml"),
-    )  # fmt: skip
-    tasks = json.loads(printed.splitlines()[-1])["dags"]["nightly_precompute"]["tasks"]
+def test_events_are_taken_over_before_the_night_where_they_are_enabled(parsed: Any) -> None:
+    tasks = parsed["with events"]["nightly_precompute"]["tasks"]
 
+    assert "take_events" not in parsed["dags"]["nightly_precompute"]["tasks"]
     assert tasks["begin"]["upstream"] == ["take_events"]
     assert tasks["take_events"]["upstream"] == []
     assert tasks["take_events"]["retries"] == tasks["begin"]["retries"]

@@ -18,7 +18,10 @@ from typing import Any
 
 import redis
 
-PRELOAD = ("precompute.operations.night", "onnxruntime", "faiss", "pyarrow.parquet", __name__)
+from cache.control.night_steps import NIGHT
+
+PRELOAD = (*(f"precompute.steps.{each}" for each in NIGHT), __name__)
+"""A night imports each step only when it runs it."""
 HANGS_S = 120.0
 
 _FILE_EVENTS = frozenset(

@@ -1,6 +1,9 @@
 """Small real nights: data, a trained bundle and a published generation, through the same steps as in production."""
 
+import functools
 import hashlib
+import shutil
+import tempfile
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
@@ -17,6 +20,8 @@ from cache.format.records.codec import decode
 from cache.format.records.layout import NO_ITEM
 from infra.demo.synthetic import Clicks, World, synthesize
 from precompute.builds.night import Night
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.operations.night import run_night
 from precompute.operations.roll_back import roll_back as move_back
@@ -59,7 +64,17 @@ def prepare(
     folder: Path, redis_url: str, *, seed: int = 0, users: int = 400, items: int = 120
 ) -> NightConfig:
     """Data and bundle under `folder`, in a namespace of its own; nothing is built yet."""
-    config = NightConfig(
+    config = _config(folder, redis_url)
+    if not (folder / "interactions.parquet").exists():
+        made = Path(_made(seed, users, items).name)
+        # Written now, like what is made now: nights are named after the newest change of an input.
+        shutil.copytree(made, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        hand_over(config.store(), Bundle.open(config.path(config.bundle)))
+    return config
+
+
+def _config(folder: Path, redis_url: str) -> NightConfig:
+    return NightConfig(
         namespace=f"night-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}",
         artifacts="artifacts",
         state="state",
@@ -80,11 +95,17 @@ def prepare(
         reference=ReferenceConfig(dims=16, choose=False),
         base=str(folder),
     )
-    if not (folder / "interactions.parquet").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_clicks(folder, synthesize(World(users=users, items=items, seed=seed)))
-        train_reference(config, data_until=UNTIL)
-    return config
+
+
+@functools.cache
+def _made(seed: int, users: int, items: int) -> "tempfile.TemporaryDirectory[str]":
+    """Folder with the data and the bundle of these sizes, made once: they are the same bytes every time."""
+    made = tempfile.TemporaryDirectory(prefix="larder-made-")
+    folder = Path(made.name)
+    write_clicks(folder, synthesize(World(users=users, items=items, seed=seed)))
+    train_reference(_config(folder, "redis://nowhere"), data_until=UNTIL)
+    shutil.rmtree(folder / "artifacts")
+    return made
 
 
 def write_clicks(folder: Path, clicks: Clicks) -> None:

@@ -42,7 +42,7 @@ def run(configs: tuple[NightConfig, NightConfig], *words: str) -> dict[str, Any]
     named = [each.format(own=own.namespace, arm=arm.namespace) for each in words]
     words_ = ["experiment", *named, "--json"]
     arguments: argparse.Namespace = parser_of_commands().parse_args(words_)
-    found: dict[str, Any] = orjson.loads(orjson.dumps(arguments.run(own, arguments, quiet)))
+    found: dict[str, Any] = orjson.loads(orjson.dumps(arguments.run.load()(own, arguments, quiet)))
     return found
 
 
@@ -85,7 +85,7 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(
     assert pointer is not None and shown["arms"][1]["generation"] == pointer.generation
     assert run(namespaces, "status", "ranker")["experiments"] == [shown]
     arguments = parser_of_commands().parse_args(["experiment", "status"])
-    table, said = arguments.run(own, arguments, quiet)
+    table, said = arguments.run.load()(own, arguments, quiet)
     assert [list(each.cells)[:2] for each in table.columns[:2]] == [
         ["ranker"] * 2,
         ["control", "other"],

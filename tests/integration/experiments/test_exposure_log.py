@@ -29,7 +29,7 @@ KEYS = [f"key-{number}" for number in range(60)]
 
 def run(config: NightConfig, *words: str) -> Any:
     arguments: argparse.Namespace = parser_of_commands().parse_args([*words, "--json"])
-    return arguments.run(config, arguments, quiet)
+    return arguments.run.load()(config, arguments, quiet)
 
 
 def rows(config: NightConfig) -> list[dict[str, Any]]:

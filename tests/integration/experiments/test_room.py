@@ -36,7 +36,7 @@ def pages_of(config: NightConfig) -> tuple[int, int]:
 def plan(config: NightConfig) -> dict[str, Any]:
     words = ["plan", "--json", "--sample", "1", "--seconds", "0.2"]
     arguments: argparse.Namespace = parser_of_commands().parse_args(words)
-    (text,) = arguments.run(config, arguments, quiet)
+    (text,) = arguments.run.load()(config, arguments, quiet)
     found: dict[str, Any] = orjson.loads(render(text).plain)
     return found
 

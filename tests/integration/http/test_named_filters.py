@@ -22,7 +22,8 @@ from precompute.bulk.parts import total_bytes
 from precompute.cli.plan import _tables
 from precompute.cli.status_report import look, report
 from precompute.config.settings import FilterConfig
-from precompute.planning.forecast import PlanParameters, forecast
+from precompute.planning.forecast import forecast
+from precompute.planning.options import PlanParameters
 from precompute.scoring.users import work as scoring
 from serving.client import AsyncClient, InvalidRequest, Options
 from serving.explain import cli as explain_cli

@@ -4,9 +4,8 @@ import argparse
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pyarrow as pa
@@ -39,6 +38,7 @@ from precompute.operations.restore import restore
 from precompute.partitions import catalogue
 from precompute.releases.registry import open_releases
 from precompute.steps import begin, embed_items, retire
+from tests.integration import shell as in_process
 from tests.integration.nights import (
     NEXT,
     UNTIL,
@@ -51,7 +51,6 @@ from tests.integration.nights import (
 from tests.integration.serving_app import eventually, serving
 
 LATER = "2026-01-31T00:00:00Z"
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +96,9 @@ def settled(config: NightConfig) -> list[Standing]:
         return settle(config, releases)
 
 
-def shell(config: NightConfig, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "precompute", "--quiet", *arguments],
-        env={"PATH": "/usr/bin:/bin", **environment(config), **more},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def shell(config: NightConfig, *arguments: str, **more: str) -> "CompletedProcess[str]":
+    environ = {"PATH": "/usr/bin:/bin", **environment(config), **more}
+    return in_process.shell("--quiet", *arguments, environ=environ)
 
 
 async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_when_swept(

@@ -19,7 +19,8 @@ from precompute.gates.rules import skew
 from precompute.partitions import catalogue
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_input import read_shard
-from precompute.planning.forecast import PlanParameters, forecast
+from precompute.planning.forecast import forecast
+from precompute.planning.options import PlanParameters
 from precompute.sources.unusable import Unusable, ids_in
 from precompute.steps import begin, embed_items, index, quantize, score
 from tests.integration import nights

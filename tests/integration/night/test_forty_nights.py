@@ -24,7 +24,8 @@ from precompute.config.settings import NightConfig
 from precompute.control.control_keys import connect
 from precompute.gates.judge import GATES
 from precompute.planning.capacity import CapacityLimits, limits_of
-from precompute.planning.forecast import PlanParameters, forecast, judged
+from precompute.planning.forecast import forecast, judged
+from precompute.planning.options import PlanParameters
 from precompute.steps import (
     assemble,
     begin,

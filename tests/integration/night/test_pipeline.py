@@ -66,6 +66,7 @@ from precompute.steps import (
 )
 from precompute.steps import index as index_step
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night, roll_back
+from tests.integration.shell import shell
 from tests.opened import open_generation
 
 
@@ -729,23 +730,27 @@ def test_the_skew_gate_compares_every_table_of_lists_for_users(config, monkeypat
         assert not skew_gate.skew(candidate).passed
 
 
+def places(config, tmp_path):
+    """Options that name the night's namespace and store, and a state of the command's own."""
+    found = {
+        "--namespace": config.namespace,
+        "--artifacts": config.path(config.artifacts),
+        "--state": tmp_path / "own-state",
+    }
+    return [str(word) for each in found.items() for word in each]
+
+
+def environment(tmp_path):
+    """Without any configured Redis."""
+    kept = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS")}
+    return {**kept, "HOME": str(tmp_path)}
+
+
 def run(config, tmp_path, *arguments):
-    """The command line in a process of its own, without any configured Redis."""
-    command = [sys.executable, "-m", "precompute", "--namespace", config.namespace]
-    places = [
-        "--artifacts",
-        str(config.path(config.artifacts)),
-        "--state",
-        str(tmp_path / "own-state"),
-    ]
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "precompute", *places(config, tmp_path), *arguments]
     return subprocess.run(
-        [*command, *places, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
+        command, capture_output=True, text=True, timeout=120, env=environment(tmp_path), check=False
     )
 
 
@@ -763,7 +768,7 @@ def test_the_shell_says_what_is_wrong_without_a_traceback(config, tmp_path):
         (["--config", str(tmp_path / "none.toml"), "status"], "does not exist"),
         (["train"], "sources.interactions is empty"),
     ):
-        found = run(config, tmp_path, *arguments)
+        found = shell(*places(config, tmp_path), *arguments, environ=environment(tmp_path))
         assert found.returncode == 1, (arguments, found)
         assert said in found.stderr.replace("\n", " "), (arguments, found.stderr)
         assert "Traceback" not in found.stderr

@@ -4,10 +4,7 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import redis
@@ -19,8 +16,8 @@ from precompute.config.settings import NightConfig
 from precompute.planning.capacity import limits_of
 from tests.clusters import cluster
 from tests.integration.nights import UNTIL, build_verified, histories, prepare
+from tests.integration.shell import shell
 
-ROOT = Path(__file__).parents[3]
 USERS, ITEMS = 600, 150
 
 
@@ -48,14 +45,11 @@ def settings(config):
 
 
 def plan(config, *options, url=None):
-    arguments = [sys.executable, "-m", "precompute", "--config", str(settings(config)), "plan"]
-    arguments += ["--seconds", "0.2", "--data-until", UNTIL, *options]
     environment = {"PATH": os.environ["PATH"], "HOME": str(config.path("."))}
     if url != "":
         environment["REDIS_URL"] = str(config.redis_url)
-    return subprocess.run(
-        arguments, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env=environment
-    )  # fmt: skip
+    words = ("--config", str(settings(config)), "plan", "--seconds", "0.2", "--data-until", UNTIL)
+    return shell(*words, *options, environ=environment)
 
 
 def test_a_plan_foretells_the_bytes_of_the_night_that_follows(config):

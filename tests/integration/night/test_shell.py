@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import running_server
-from precompute import __main__ as shell
+from precompute import __main__ as program
 from precompute.steps import embed_items
 from tests.integration.nights import prepare
+from tests.integration.shell import shell
 from tests.polling import until
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +54,8 @@ def folder(tmp_path):
 
 
 def environment(folder):
-    return {"PATH": os.environ["PATH"], "HOME": str(folder), "TERM": "xterm-256color"}
+    kept = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS")}
+    return {**kept, "HOME": str(folder), "TERM": "xterm-256color"}
 
 
 def command(folder, *arguments):
@@ -66,6 +68,12 @@ def run(folder, *arguments):
         command(folder, *arguments), capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
         env=environment(folder),
     )  # fmt: skip
+
+
+def run_here(folder, *arguments):
+    """The same within this process."""
+    config = str(folder / "larder.toml")
+    return shell("--config", config, *arguments, environ=environment(folder))
 
 
 def generation_of(done):
@@ -88,20 +96,20 @@ def processes_naming(folder):
 
 def test_a_night_without_a_cut_is_named_after_its_inputs_and_finds_its_own_work(folder):
     os.utime(folder / "interactions.parquet", (1_900_000_000, 1_900_000_000.9))
-    first = generation_of(run(folder, "begin"))
+    first = generation_of(run_here(folder, "begin"))
     time.sleep(1.0 - time.time() % 1.0)  # the next second has begun: `now` would be another name
-    assert generation_of(run(folder, "begin")) == first
+    assert generation_of(run_here(folder, "begin")) == first
     assert first.startswith("20300317T174640Z-")
 
     os.utime(folder / "items.parquet", (1_900_000_060, 1_900_000_060))
-    later = generation_of(run(folder, "begin"))
+    later = generation_of(run_here(folder, "begin"))
     assert later.startswith("20300317T174740Z-") and later != first
 
 
 def test_a_standing_cut_cuts_no_row(folder):
     for name in ("interactions.parquet", "items.parquet", "bundle/bundle.json"):
         os.utime(folder / name, (86_400, 86_400))
-    generation = generation_of(run(folder, "begin"))
+    generation = generation_of(run_here(folder, "begin"))
     begun = folder / f"artifacts/shell/generations/{generation}/work/begin.json"
     assert generation.startswith("19700102T000000Z")
     assert json.loads(begun.read_bytes())["interactions"] > 1000
@@ -119,13 +127,13 @@ def test_single_steps_work_one_by_one_without_a_redis(folder):
 
     # A second one, published at once from its files, and back again.
     os.utime(folder / "interactions.parquet", (1_900_000_000, 1_900_000_000))
-    second = generation_of(run(folder, "begin"))
+    second = generation_of(run_here(folder, "begin"))
     for step in ("score", "index", "quantize", "publish"):
-        done = run(folder, step, second)
+        done = run_here(folder, step, second)
         assert done.returncode == 0, (step, done)
-    back = run(folder, "roll-back", "--to", generation, "--reason", "x")
+    back = run_here(folder, "roll-back", "--to", generation, "--reason", "x")
     assert back.returncode == 0 and generation in back.stdout, back
-    again = run(folder, "publish", second)
+    again = run_here(folder, "publish", second)
     assert again.returncode == 1 and "rolled_back" in again.stderr, again
     assert not processes_naming(folder)
 
@@ -222,15 +230,17 @@ def test_an_unknown_exception_is_one_line_unless_debug_is_asked(
     monkeypatch.setattr(embed_items, "run", breaks)
     arguments = ["--config", str(folder / "larder.toml"), "score", "x"]
 
-    assert shell.main(arguments) == 1
+    assert program.main(arguments) == 1
     said = capsys.readouterr().err
     assert said.splitlines() == [
         "internal error: ZeroDivisionError: [bold] division; run with --debug for the traceback"
     ]
-    assert shell.main(["--debug", *arguments]) == 1
+    assert program.main(["--debug", *arguments]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_the_help_says_where_the_cut_and_the_state_come_from(folder):
-    assert "newest change of an input" in " ".join(run(folder, "night", "--help").stdout.split())
-    assert "keep their state in Redis" in " ".join(run(folder, "--help").stdout.split())
+    assert "newest change of an input" in " ".join(
+        run_here(folder, "night", "--help").stdout.split()
+    )
+    assert "keep their state in Redis" in " ".join(run_here(folder, "--help").stdout.split())

@@ -55,7 +55,7 @@ def tried(nights_of: tuple[NightConfig, str, str]) -> Iterator[tuple[NightConfig
 
 def run(config: NightConfig, *line: str) -> Any:
     arguments = parser_of_commands().parse_args(line)
-    return arguments.run(config, arguments, quiet)
+    return arguments.run.load()(config, arguments, quiet)
 
 
 def test_a_canary_is_ended_only_under_its_own_name(tried: tuple[NightConfig, str]) -> None:
@@ -170,7 +170,7 @@ def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(
 
 
 def test_the_commands_are_those_of_the_parser() -> None:
-    assert parser_of_commands().parse_args(["warm", "x"]).run is step_commands.warm
+    assert parser_of_commands().parse_args(["warm", "x"]).run.load() is step_commands.warm
 
 
 def test_a_roll_back_that_cannot_mend_says_that_readers_have_moved(

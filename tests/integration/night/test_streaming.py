@@ -60,12 +60,14 @@ def one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cache.model.tower._TILE_ROWS", 1)
 
 
-@pytest.fixture
-def whole(prepared: NightConfig, tmp_path: Path) -> dict[str, bytes]:
-    config = elsewhere(prepared, tmp_path / "whole")
-    build = begun(config)
-    for shard in range(SHARDS):
-        score.run_shard(config, build, shard)
+@pytest.fixture(scope="module")
+def whole(prepared: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    config = elsewhere(prepared, tmp_path_factory.mktemp("whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cache.model.tower._TILE_ROWS", 1)
+        build = begun(config)
+        for shard in range(SHARDS):
+            score.run_shard(config, build, shard)
     return files_of(config, build)
 
 

@@ -28,7 +28,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 def run(config: NightConfig, *line: str) -> object:
     """A command of the shell, as `main` runs it."""
     arguments = parser_of_commands().parse_args(line)
-    return arguments.run(config, arguments, quiet)
+    return arguments.run.load()(config, arguments, quiet)
 
 
 def newest(config: NightConfig, count: int = 1) -> list[AuditRecord]:

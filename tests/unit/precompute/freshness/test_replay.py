@@ -9,7 +9,8 @@ import pytest
 
 from cache.errors import ConfigError, SourceError
 from precompute.config.settings import Sources
-from precompute.freshness.replay import ReplayOptions, replay
+from precompute.freshness.options import ReplayOptions
+from precompute.freshness.replay import replay
 from precompute.freshness.ways import EVENTS, HOURLY, LESS, NIGHT
 from tests.unit.precompute.freshness.planted import DAY_S, DAYS, HOUR_S, before, write
 

@@ -9,8 +9,7 @@ import pytest
 
 from cache.control.night_steps import BEFORE, NIGHT, SEALED_BY, STAGES, TIMED_APART
 from precompute.builds.seal import REPORTED
-from precompute.cli.parser import parser_of_commands
-from precompute.cli.step_commands import INSIDE_SCORE
+from precompute.cli.parser import INSIDE_SCORE, parser_of_commands
 
 ROOT = Path(__file__).parents[4]
 STEPS = ROOT / "precompute/steps"
@@ -53,7 +52,7 @@ def test_each_step_has_a_command(name: str) -> None:
     about = [] if name in ("begin", "retire", "take-events") else ["20260131T000000Z-0123456789ab"]
 
     if name not in INSIDE_SCORE:
-        assert parser_of_commands().parse_args([name, *about]).run
+        assert parser_of_commands().parse_args([name, *about]).run.load()
 
 
 @pytest.mark.parametrize(

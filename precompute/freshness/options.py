@@ -1,0 +1,44 @@
+"""Options of the command `freshness`, apart from what it imports to carry them out."""
+
+import argparse
+from dataclasses import dataclass
+
+DESCRIPTION = (
+    "what nights, hourly nights and events find of users' next items, replayed from the end of a log with times, and "
+    "what their lists cost"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """Options of a replay: how much of the log's end, lists of which length, and of how many users at most."""
+
+    days: int = 7
+    k: int = 20
+    users: int = 10_000
+    seed: int = 0
+    configured_bundle: bool = False
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    default = ReplayOptions()
+    command.add_argument(
+        "--data", nargs="+", metavar="FILE",
+        help="the log, in place of sources.interactions; its columns are those of [sources]",
+    )  # fmt: skip
+    for name, text in (
+        ("days", "days (UTC) of the log's end that are replayed; the model knows what is before"),
+        ("k", "length of the lists"),
+        ("users", "users who are replayed, drawn where more did something new"),
+        ("seed", "seed of the model, of the users drawn and of the intervals"),
+    ):
+        command.add_argument(
+            f"--{name}", type=int, metavar="N", default=getattr(default, name),
+            help=f"{text} (default: %(default)s)",
+        )  # fmt: skip
+    command.add_argument(
+        "--configured-bundle", action="store_true",
+        help="lists of the configured bundle, which must not have seen what is replayed (default: a reference model "
+        "trained on what is before)",
+    )  # fmt: skip
