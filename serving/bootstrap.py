@@ -15,6 +15,7 @@ from serving.config.cpu_affinity import step_back
 from serving.config.settings import ServingConfig, limits_of
 from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import Dashboard
+from serving.events.overview import EventOverview
 from serving.events.parts import EventParts
 from serving.experiments.arms import Arms
 from serving.experiments.exposures import FLUSH_S, ExposureLog
@@ -77,13 +78,25 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     nights = Nights(config.nights(), follower)
     metrics.registry.register(advisor)
     metrics.registry.register(Figures(lambda: shelf.holding, nights, releases, room))
+    events = None
+    if config.events.enabled:
+        newest = NewestPosition(ladder.newer, shelf, store)
+        events = EventParts.of(
+            config, name, lambda: shelf.blocklist, newest,
+            lambda: None if shelf.live is None else shelf.live.takes,
+        )  # fmt: skip
+        events.also(refresher, config.figures_s)
     parts = Parts(
         metrics, tiers, remote, answering.batcher, answering.admission, keyed.inferences,
         keyed.lead, own.sketch, quality, refresher, nights,
+        None if events is None else events.intake.counts,
     )  # fmt: skip
     parts.register()
     if answering.near is not None:
         metrics.registry.register(NearMetrics(answering.near))
+    overview = None
+    if events is not None and own.events is not None:
+        overview = EventOverview(events.intake, own.events, shelf)
     replica = name if peers is None else peers.replica
     dashboard = Dashboard(
         remote.control, GenerationHistory(store, releases.records), name=name,
@@ -91,6 +104,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         counted=parts.counted, about=lambda: parts.about(replica),
         bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
         advisor=advisor.told, quality=quality.told, arms=lambda: arms.told(), in_thread=reading,
+        events=lambda: None if overview is None else overview.told(),
     )  # fmt: skip
     if dashboard.is_on:
         refresher.also(config.dashboard_s, dashboard.tell)
@@ -133,16 +147,6 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     exposures = ExposureLog(store, name, clock=clock, in_thread=reading)
     refresher.also(FLUSH_S, exposures.flush)
     metrics.registry.register(Events(exposures.events))
-
-    events = None
-    if config.events.enabled:
-        newest = NewestPosition(ladder.newer, shelf, store)
-        events = EventParts.of(
-            config, name, lambda: shelf.blocklist, newest,
-            lambda: None if shelf.live is None else shelf.live.takes,
-        )  # fmt: skip
-        events.also(refresher, config.figures_s)
-        metrics.registry.register(events.intake.counts)
 
     async def drain() -> None:
         await refresher.drain()

@@ -9,6 +9,7 @@ from cache.l2.data_plane import DataPlane
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
 from serving.dashboard.counters import Counts, counted
+from serving.events.counts import EventCounts
 from serving.lookup.inference import Inferences
 from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import MicroBatcher
@@ -38,6 +39,7 @@ class Parts:
     quality: QualityMonitor
     refresher: Refresher
     nights: Nights
+    taken_in: EventCounts | None = None
 
     def register(self) -> None:
         """Registers gauges and collectors: all of it is in `/metrics` from now on."""
@@ -60,6 +62,8 @@ class Parts:
         metrics.live_queue.set_function(lambda: self.batcher.queued)
         metrics.registry.register(Events(self.events))
         metrics.registry.register(Overload(self.admission))
+        if self.taken_in is not None:
+            metrics.registry.register(self.taken_in)
 
     def events(self) -> dict[str, float]:
         """Counts by event: what the tiers and the parts around them did besides answering."""
@@ -84,7 +88,7 @@ class Parts:
 
     def counted(self) -> Counts:
         """The counts that the dashboard adds up."""
-        return counted(self.metrics, sum(self.admission.shed.values()))
+        return counted(self.metrics, sum(self.admission.shed.values()), self.taken_in)
 
     def about(self, replica: str) -> Mapping[str, Any]:
         """The state of this worker of `replica`, as the dashboard tells it."""

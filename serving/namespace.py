@@ -41,6 +41,7 @@ class HeldNamespace:
     follower: Follower
     trial: CanaryRouter
     refresher: Refresher
+    events: EventFollower | None = None
 
     @classmethod
     def of(
@@ -106,14 +107,15 @@ class HeldNamespace:
             refresher.also(VALUES_S, shelf.take_values)
         if config.sketch_s:
             refresher.also(config.sketch_s, sketch.report)
+        events = None
         if config.events.enabled:
             events = EventFollower(
                 config.events_redis, control.keyspace, ladder.newer, shelf, partial(follower.note, "events"),
                 limit_bytes=config.events.stream_bytes,
             )  # fmt: skip
             refresher.along(events.run)
-            metrics.registry.register(EventMetrics(ladder.newer, events.lag_s))
-        return cls(keyed, store, clock, sketch, shelf, follower, trial, refresher)
+            metrics.registry.register(EventMetrics(events))
+        return cls(keyed, store, clock, sketch, shelf, follower, trial, refresher, events)
 
 
 @dataclass(frozen=True, slots=True)

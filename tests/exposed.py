@@ -6,6 +6,7 @@ from typing import Any, cast
 from prometheus_client.metrics import MetricWrapperBase
 
 from cache.control.schedule import Schedule
+from cache.format.redis_keys import Keyspace
 from cache.tiers.access_sample import Trace
 from cache.tiers.l1 import LocalTier
 from cache.tiers.results import Counters
@@ -13,9 +14,15 @@ from serving.access.quota_table import QuotaTable
 from serving.access.token_watch import TokenWatch
 from serving.admission.controller import Admission
 from serving.config.tls import TlsWatch
+from serving.events.counts import TEXTS as EVENT_GAUGES
+from serving.events.counts import EventCounts
+from serving.fresh.event_metrics import EventMetrics
+from serving.fresh.newer_events import NewerEvents
 from serving.metrics.event_counters import TEXTS, Events
 from serving.metrics.fast_counters import Overload
 from serving.metrics.registry import Metrics
+from serving.near.near_matches import NearMatches
+from serving.near.near_metrics import NearMetrics
 from serving.quality.results import Results
 from serving.replica.freshness import Nights
 from serving.replica.night_metrics import Figures
@@ -38,12 +45,13 @@ def labels() -> dict[str, set[str]]:
     nights = Nights(Schedule(), cast(Any, _Nothing))
     nothing: Any = None
     figures = Figures(lambda: None, nights, ReleaseWatch(nothing, asyncio.to_thread), Room(nothing))
-    metrics = Metrics()
+    metrics, taken_in = Metrics(), EventCounts(nothing, Keyspace("t"), 0)
+    taken_in.gauges = dict.fromkeys(EVENT_GAUGES, 0.0)
     told = [
         Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results(),
         Usage(nothing, Reads(), metrics, tuple, lambda: None),
         Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
-        TlsWatch(cast(Any, _Files)),
+        TlsWatch(cast(Any, _Files)), taken_in, EventMetrics(cast(Any, _Follower)), NearMetrics(NearMatches({})),
     ]  # fmt: skip
     found: dict[str, set[str]] = {}
     for collector in [*metrics.registry._collector_to_names, *told]:
@@ -61,6 +69,10 @@ def _series(name: str, kind: str, names: Any) -> dict[str, set[str]]:
 
 class _Nothing:
     holding = None
+
+
+class _Follower:
+    newer, limit_bytes, lag_s = NewerEvents(), 0, staticmethod(float)
 
 
 class _Files:

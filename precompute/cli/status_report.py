@@ -1,7 +1,7 @@
 """Status of one namespace, for `status`: what the store knows, and what Redis and the replicas add."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -17,6 +17,7 @@ from precompute.config.settings import NightConfig
 from precompute.control.rows import Replica, Row
 from precompute.control.states import Ledger, State, fold
 from precompute.erasures.erasure import all_erasures
+from precompute.events.files import last_taken
 from precompute.releases.registry import open_releases
 from precompute.releases.release_log import standing
 
@@ -98,6 +99,7 @@ def report(config: NightConfig, seen: NamespaceState) -> dict[str, Any]:
         "replicas": [_replica(each) for each in seen.replicas],
         "blocklist_version": latest_blocklist(store).version,
         "erasures_pending": sum(each.is_pending for each in all_erasures(store)),
+        "events": _events(config, generations),
     }
     problems = list(_problems(told, seen))
     return told | {"well": not problems, "problems": problems}
@@ -157,7 +159,7 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
     """Fields that only a finished generation has; null before that."""
     if manifest is None:
         return dict.fromkeys(
-            ("data_until", "tables", "redis_bytes", "store_bytes", "gates", "reuse")
+            ("data_until", "tables", "redis_bytes", "store_bytes", "gates", "reuse", "events_until")
         )
     tables = {
         name: {
@@ -178,7 +180,18 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
         "store_bytes": sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
         "gates": {"run": len(manifest.gates), "failed": failed, "overrides": dict(overrides)},
         "reuse": None if (reuse := Reuse.of(manifest.facts)) is None else reuse.to_json(),
+        "events_until": None if manifest.events is None else manifest.events.until,
     }
+
+
+def _events(
+    config: NightConfig, generations: Sequence[Mapping[str, Any]]
+) -> dict[str, str | None] | None:
+    """Positions up to which nights took events over, and the live generation has them; None where none are taken in."""
+    if not config.events.enabled:
+        return None
+    live = (each["events_until"] for each in generations if "live" in each["roles"])
+    return {"taken_until": str(last_taken(config.store())), "live_until": next(live, None)}
 
 
 def _schedule(config: NightConfig, seen: NamespaceState) -> dict[str, Any]:

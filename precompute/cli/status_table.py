@@ -6,8 +6,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from cache.events.position import BEGINNING, Position
 from precompute.builds.night import size_text
-from precompute.cli.status_report import ABSENT, AWAY
+from precompute.cli.status_report import ABSENT, AWAY, iso
 from precompute.reuse.words import users_in_words
 
 _COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied", "gates", "notes")
@@ -67,6 +68,19 @@ def _copies(told: Mapping[str, Any]) -> list[str]:
     return [line]
 
 
+def _events(told: Mapping[str, Any]) -> list[str]:
+    if (events := told["events"]) is None:
+        return []
+    live, taken = (_position(events[name]) for name in ("live_until", "taken_until"))
+    return [f"events: the live one has them up to {live}; nights took them over up to {taken}"]
+
+
+def _position(position: str | None) -> str:
+    """Time that a position of an event tells, with the position; "none" before the first."""
+    found = BEGINNING if position is None else Position.parse(position)
+    return "none" if found == BEGINNING else f"{iso(found.ms / 1000)} ({found})"
+
+
 def _gates(gates: Mapping[str, Any] | None) -> str:
     if gates is None:
         return "-"
@@ -103,6 +117,7 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
     if (canary := told["canary"]) is not None:
         lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
     lines += _copies(told)
+    lines += _events(told)
     replicas = len(told["replicas"])
     lines.append(
         f"{replicas} replica{'s' * (replicas != 1)}, blocklist version {told['blocklist_version']}"

@@ -1,4 +1,4 @@
 """The built-in dashboard: what all workers and replicas count, as one JSON document and one page.
 
-Imports serving.replica, serving.usage and the rooms below them. Start at `service`.
+Imports serving.events and the rooms below it. Start at `service`.
 """

@@ -15,6 +15,7 @@ from serving.dashboard.counters import Counts, is_count, merged, unpack
 from serving.dashboard.publisher import Teller
 from serving.dashboard.series import DrawnBin, row
 from serving.dashboard.time_bins import BIN_S, BINS_MAX, start_of
+from serving.events import overview
 from serving.usage.l1_curve import together
 
 LATELY_BINS = 30
@@ -163,19 +164,27 @@ def _rows(table: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
 
 def _can_be_shown(row: Mapping[str, Any]) -> bool:
     """Returns whether the fields that a row has are of their kinds: one of another kind would cost the whole page."""
-    counts = row.get("counts") or {}
+    counts, events = row.get("counts") or {}, row.get("events") or {}
     return (
-        all(isinstance(row.get(name), str | None) for name in _TEXTS)
-        and all(row.get(name) is None or is_count(row[name]) for name in _NUMBERS)
+        _has_kinds(row, _TEXTS, _NUMBERS)
         and isinstance(counts, dict)
         and all(map(is_count, counts.values()))
-        and _is_advice(row.get("advisor"))
+        and isinstance(events, dict)
+        and _has_kinds(events, overview.TEXTS, overview.NUMBERS)
+        and _adds_up(overview.together, events)
+        and _adds_up(together, row.get("advisor"))
     )
 
 
-def _is_advice(told: Any) -> bool:
+def _has_kinds(row: Mapping[str, Any], texts: Sequence[str], numbers: Sequence[str]) -> bool:
+    return all(isinstance(row.get(name), str | None) for name in texts) and all(
+        row.get(name) is None or is_count(row[name]) for name in numbers
+    )
+
+
+def _adds_up(add: Callable[[Sequence[Any]], object], told: Any) -> bool:
     try:
-        together([told])
+        add([told])
     except Exception:  # whatever it is, nothing can be made of it
         return False
     return True

@@ -2,7 +2,9 @@
 
 Fields: `r` requests, `e` entities, `a:<source>` answers, `m:<reason>` misses, `s:<stage>` microseconds spent,
 `h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.log_buckets`), `x` what was shed under
-overload, `n:<experiment>=<arm>` requests of an arm, `f:<experiment>=<arm>=<event>` what was reported of it.
+overload, `n:<experiment>=<arm>` requests of an arm, `f:<experiment>=<arm>=<event>` what was reported of it,
+`v:<result>` events by what became of them, `y:<reason>` requests of events refused whole, `w` answers with newer
+events, `c` lists of these compared with the night's, and `d` how much of them was not in it, in millionths.
 """
 
 from collections import Counter as Sum
@@ -12,12 +14,14 @@ from typing import cast
 
 import orjson
 
+from serving.events.counts import EventCounts
 from serving.metrics.registry import Metrics, counts_of
 
 Counts = dict[str, int]
 
 REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, STAGES, TIMES = "r", "e", "x", "a:", "m:", "s:", "h:"
 ARMS, EVENTS = "n:", "f:"
+TAKEN_IN, REFUSED, NEWER, COMPARED, CHANGED = "v:", "y:", "w", "c", "d"
 _TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, ARMS, EVENTS)
 
 
@@ -30,8 +34,8 @@ def is_count(value: object) -> bool:
     return type(value) in (int, float) and -_COUNTS < cast(float, value) < _COUNTS
 
 
-def counted(metrics: Metrics, shed: int = 0) -> Counts:
-    """All that `/metrics` tells of requests, entities, answers and misses, and the times of answers and stages."""
+def counted(metrics: Metrics, shed: int = 0, events: EventCounts | None = None) -> Counts:
+    """All that `/metrics` tells of requests, entities, answers, misses, events, and the times of answers and stages."""
     metrics.settle()
     found: Sum[str] = Sum({SHED: shed} if shed else {})
     for counter, field, label in (
@@ -48,6 +52,11 @@ def counted(metrics: Metrics, shed: int = 0) -> Counts:
     ):
         for labels, count in counts_of(counter):
             found[field + "=".join(labels[each] for each in names)] += int(count)
+    if events is not None:
+        for prefix, counts in ((TAKEN_IN, events.results), (REFUSED, events.refusals)):
+            found.update({prefix + name: n for name, n in counts.items() if n})
+        answers, lists, share = metrics.changed.totals()
+        found.update({NEWER: answers, COMPARED: lists, CHANGED: round(share * 1e6)})
     for stage, spent in metrics.stage_seconds.spent.items():
         found[STAGES + stage] = round(spent.sum * 1e6)
     for source, spent in metrics.answer_seconds.spent.items():

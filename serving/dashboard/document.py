@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from cache.events.position import Position
 from serving.answers.sources import Source
 from serving.dashboard import counters
 from serving.dashboard.aggregator import LATELY_BINS, Reading
@@ -12,6 +13,7 @@ from serving.dashboard.experiments import experiments
 from serving.dashboard.series import DrawnBin, quantiles, series
 from serving.dashboard.time_bins import BIN_S
 from serving.dashboard.verdict import verdict
+from serving.events.overview import together
 from serving.replica.redis_memory import memory
 
 Worker = Mapping[str, Any]
@@ -84,6 +86,7 @@ def document(
         "advisor": advisor,
         "quality": quality,
         "experiments": experiments(arms, total),
+        "events": events(workers, recent, generations),
     }
     return {**body, "verdict": verdict(body)}
 
@@ -131,6 +134,30 @@ def replicas(workers: Iterable[Worker], now: float) -> list[dict[str, Any]]:
 
 def _first(group: Iterable[Worker], name: str) -> str | None:
     return next((each[name] for each in group if each[name]), None)
+
+
+def events(
+    workers: Iterable[Worker], recent: Mapping[str, int], generations: Iterable[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Events as all workers tell of them, with what was counted of `recent`; None where none are taken in.
+
+    A night has taken over what some generation has, published or not.
+    """
+    told = together([each.get("events") for each in workers])
+    if told is None:
+        return None
+    answers = sum(counters.by(recent, counters.ANSWERS).values())
+    newer, lists = recent.get(counters.NEWER, 0), recent.get(counters.COMPARED, 0)
+    taken = [until for each in generations if (until := each.get("events_until")) is not None]
+    return {
+        **told,
+        "results": counters.by(recent, counters.TAKEN_IN),
+        "refused": counters.by(recent, counters.REFUSED),
+        "answers": newer,
+        "answers_share": newer / answers if answers else None,
+        "list_change": recent.get(counters.CHANGED, 0) / (1e6 * lists) if lists else None,
+        "taken_until": max(taken, key=Position.parse, default=None),
+    }
 
 
 def redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ DASHBOARD: Json = _object(
         "The last hour in steps of `step_s`, oldest first; quantiles are off by 5 % at most",
         step_s={"type": "integer"}, at=_NUMBERS, requests=_NUMBERS, answers=_BY_NAME,
         seconds={"type": "object", "additionalProperties": _BY_NAME},
-        stages=_BY_NAME, misses=_BY_NAME,
+        stages=_BY_NAME, misses=_BY_NAME, events=_BY_NAME,
     ),
     lately=_object(
         "The last `seconds` as one",
@@ -70,6 +70,7 @@ DASHBOARD: Json = _object(
             role=_maybe("string", "Of those that this replica holds"), published_at=_maybe("number"),
             data_until=_maybe("number"), bytes=_maybe("integer"), records=_maybe("integer"),
             gates=_list({"type": "object"}), reason=_maybe("string"),
+            events_until=_maybe("string", "Position up to which it has all events"),
         )
     ),
     schedule=_object(
@@ -110,6 +111,23 @@ DASHBOARD: Json = _object(
     ),
     advisor=_maybe("object", "Of all workers together, each counted by its reads"),
     quality=_maybe("object"),
+    events={
+        **_object(
+            "Of the last minutes, and of all workers as bad as the last of them; null where none are taken in",
+            up=_maybe("boolean", "Whether their Redis answers, and keeps them as demanded"),
+            durability=_maybe("string"), demanded=_maybe("string"), results=_COUNTS, refused=_COUNTS,
+            answers={"type": "integer", "description": "Those with newer events"},
+            answers_share=_maybe("number"),
+            list_change=_maybe("number", "Share of their lists that is not in the night's"),
+            lag_s=_maybe("number"), users=_maybe("number"), held_bytes=_maybe("number"),
+            held_max_bytes=_maybe("number"), stream_bytes=_maybe("number"), stream_max_bytes=_maybe("number"),
+            stream_length=_maybe("number"), inbox_length=_maybe("number"), inbox_lag_seconds=_maybe("number"),
+            counted_until=_maybe("string", "Position up to which answers count all"),
+            taken_until=_maybe("string", "Position up to which a generation has all"),
+            published_until=_maybe("string", "Position up to which the live one has all"),
+        ),
+        "type": ["object", "null"],
+    },
     experiments=_list(
         _object(
             "Experiments that are not over",

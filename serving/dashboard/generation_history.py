@@ -35,7 +35,9 @@ class GenerationFacts:
     reuse: Mapping[str, Any] | None
 
 
-_UNKNOWN: Mapping[str, Any] = {"data_until": None, "bytes": None, "records": None, "gates": []}
+_UNKNOWN: Mapping[str, Any] = {
+    "data_until": None, "bytes": None, "records": None, "gates": [], "events_until": None,
+}  # fmt: skip
 
 
 class GenerationHistory:
@@ -102,6 +104,7 @@ def _kept(
             "bytes": sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
             "records": sum(part.count for each in manifest.stored.values() for part in each.parts),
             "gates": [_gate(each) for each in manifest.gates],
+            "events_until": None if manifest.events is None else manifest.events.until,
         },
         manifest.created_at - before_seal,
         [{"step": step, "seconds": round(seconds[step], 3)} for step in NIGHT if step in seconds],

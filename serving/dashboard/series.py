@@ -4,8 +4,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from serving.answers.sources import Source
-from serving.dashboard.counters import ANSWERS, MISSES, REQUESTS, STAGES, by, histograms
+from serving.dashboard.counters import (
+    ANSWERS,
+    MISSES,
+    REQUESTS,
+    STAGES,
+    TAKEN_IN,
+    by,
+    histograms,
+)
 from serving.dashboard.time_bins import BIN_S
+from serving.events.counts import ACCEPTED, REPEATED
 from serving.metrics.log_buckets import quantile
 from serving.metrics.registry import STAGES as STAGE_NAMES
 
@@ -24,9 +33,11 @@ class DrawnBin(NamedTuple):
     seconds: dict[str, Quantiles]
     stages: dict[str, float]
     misses: dict[str, int]
+    events: dict[str, int]
 
 
-EMPTY = DrawnBin(0, {}, {}, {}, {})
+EMPTY = DrawnBin(0, {}, {}, {}, {}, {})
+REJECTED = "rejected"
 
 
 def row(counts: Mapping[str, int], bounds: Sequence[float]) -> DrawnBin:
@@ -37,7 +48,17 @@ def row(counts: Mapping[str, int], bounds: Sequence[float]) -> DrawnBin:
         quantiles(counts, bounds),
         {stage: micro / 1e6 for stage, micro in by(counts, STAGES).items()},
         by(counts, MISSES),
+        events_in(counts),
     )
+
+
+def events_in(counts: Mapping[str, int]) -> dict[str, int]:
+    """Events accepted, repeated and rejected; nothing where none came."""
+    results = by(counts, TAKEN_IN)
+    if not results:
+        return {}
+    told = {name: results.pop(name, 0) for name in (ACCEPTED, REPEATED)}
+    return {**told, REJECTED: sum(results.values())}
 
 
 def quantiles(counts: Mapping[str, int], bounds: Sequence[float]) -> dict[str, Quantiles]:
@@ -59,6 +80,7 @@ def series(rows: Mapping[int, DrawnBin], until: int) -> dict[str, Any]:
     found = [rows.get(start, EMPTY) for start in starts]
     reasons = _reasons(found)
     misses = {reason: [each.misses.get(reason, 0) for each in found] for reason in reasons}
+    named = (ACCEPTED, REPEATED, REJECTED) if any(each.events for each in found) else ()
     rest = [sum(n for name, n in each.misses.items() if name not in misses) for each in found]
     return {
         "step_s": BIN_S,
@@ -75,6 +97,7 @@ def series(rows: Mapping[int, DrawnBin], until: int) -> dict[str, Any]:
         },
         "stages": {stage: [each.stages.get(stage, 0.0) for each in found] for stage in STAGE_NAMES},
         "misses": misses | ({"other": rest} if any(rest) else {}),
+        "events": {name: [each.events.get(name, 0) for each in found] for name in named},
     }
 
 

@@ -36,8 +36,8 @@ Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 class Dashboard:
     """Dashboard of one worker: call `tell` every few seconds; `data` answers all viewers from one reading a second.
 
-    `advisor` and `quality` tell their part of the document, quickly and without waiting for anything: the one what
-    this worker adds to the whole, the other the whole. `arms` names the experiments that it holds.
+    `advisor`, `events` and `quality` tell their part of the document, quickly and without waiting for anything: the
+    first two what this worker adds to the whole, the last the whole. `arms` names the experiments that it holds.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Dashboard:
         clock: Callable[[], float],
         advisor: Provider = lambda: None,
         quality: Provider = lambda: None,
+        events: Provider = lambda: None,
         arms: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
         in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
@@ -61,7 +62,7 @@ class Dashboard:
         self.is_on = is_on
 
         def advised() -> Mapping[str, Any]:
-            return {**about(), "advisor": _told(advisor)}
+            return {**about(), "advisor": _told(advisor), "events": _told(events)}
 
         self.teller = Teller(control, name, clock, counted, advised)
         self.advisor, self.quality = advisor, quality

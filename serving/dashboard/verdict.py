@@ -5,6 +5,9 @@ from typing import Any, Literal, NamedTuple
 
 from cache.format.manifest import CUT_CHARS
 from serving.answers.sources import FALLBACKS, STORED
+from serving.events.counts import ACCEPTED, REPEATED
+from serving.events.rejections import ERASED
+from serving.fresh.event_follower import BEHIND
 
 Level = Literal["ok", "warn", "bad"]
 Body = Mapping[str, Any]
@@ -18,6 +21,15 @@ SURGE = 0.05
 SURGE_BAD = 0.30
 MEMORY_WARN, MEMORY_BAD = 0.90, 0.98
 """Shares of Redis' maxmemory in use from which the verdict is warn, and bad."""
+STREAM_WARN = 0.8
+"""Share of its bytes that the stream of events has from which the verdict is warn."""
+INBOX_WARN_S = 60
+"""Seconds that events may wait in the inbox: what a consumer that died has is taken by another one after 30."""
+REJECTED_WARN = 0.05
+"""Share of the events that may be rejected, those of who was erased apart."""
+_ROOM = (
+    "A night makes room: larder night. If it fills again: [events] stream_bytes, and its maxmemory."
+)
 
 
 class Finding(NamedTuple):
@@ -94,7 +106,7 @@ def _redis(body: Body) -> Iterator[Finding]:
 
 
 def _stale(body: Body) -> Iterator[Finding]:
-    reasons = sorted({each["stale"] for each in body["replicas"] if each["stale"]})
+    reasons = sorted(_stale_words(body) - {BEHIND})
     # Without Redis this is said already.
     if body["whole"] and reasons:
         yield Finding(
@@ -102,6 +114,11 @@ def _stale(body: Body) -> Iterator[Finding]:
             f"Answers may lag behind what was published: {', '.join(reasons)}.",
             "larder status shows the pointer; larder restore rebuilds it from the records.",
         )
+
+
+def _stale_words(body: Body) -> set[str]:
+    told = [each["stale"] for each in body["replicas"] if each["stale"]]
+    return {word for each in told for word in each.split(",")}
 
 
 def _missing(body: Body) -> Iterator[Finding]:
@@ -213,11 +230,61 @@ def _shed(body: Body) -> Iterator[Finding]:
         )
 
 
+def _events(body: Body) -> Iterator[Finding]:
+    told = body["events"]
+    if told is None:
+        return
+    if told["up"] is False:
+        found = f"found: {told['durability']}, demanded: {told['demanded']}"
+        yield Finding(
+            "bad",
+            f"No events are accepted: their Redis is away, or keeps less than is demanded ({found}).",
+            "larder check says which. Producers send again whatever has no 202.",
+        )
+    if refused := told["refused"].get("events_full"):
+        yield Finding(
+            "bad",
+            f"The stream of events is full: {_count(refused, 'request')} refused in the last minutes.",
+            _ROOM,
+        )
+    elif (full := _part(told["stream_bytes"], told["stream_max_bytes"])) >= STREAM_WARN:
+        yield Finding("warn", f"The stream of events is {full:.0%} full.", _ROOM)
+    if BEHIND in _stale_words(body):
+        held = _part(told["held_bytes"], told["held_max_bytes"])
+        yield Finding(
+            "warn",
+            f"Answers may lack accepted events: a worker is {told['lag_s'] or 0:.1f} s behind, "
+            f"its memory for events {held:.0%} full.",
+            "At 100 % a night has to take events over (larder night); else look at that replica's log.",
+        )
+    if (waits_s := told["inbox_lag_seconds"] or 0) >= INBOX_WARN_S:
+        yield Finding(
+            "warn",
+            f"Events have waited in the inbox for {waits_s:.0f} s.",
+            "Look for consumers that are gone (XINFO CONSUMERS) and at the service's log.",
+        )
+    rejected = {
+        name: n for name, n in told["results"].items() if name not in (ACCEPTED, REPEATED, ERASED)
+    }
+    of = sum(told["results"].values())
+    if of >= ENOUGH and (share := sum(rejected.values()) / of) >= REJECTED_WARN:
+        most = max(rejected, key=lambda each: rejected[each])
+        yield Finding(
+            "warn",
+            f"{share:.1%} of the events were rejected, mostly as {most}.",
+            "The newest lie with their reasons in the stream of rejected events: mend what sends them.",
+        )
+
+
+def _part(of: float | None, whole: float | None) -> float:
+    return of / whole if of is not None and whole else 0.0
+
+
 def _span(seconds: float) -> str:
     hours = seconds / 3600
     return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.1f} days"
 
 
 _LOOKS: tuple[Callable[[Body], Iterator[Finding]], ...] = (
-    _ready, _redis, _missing, _policy, _fallback, _memory, _stale, _apart, _hits, _refused, _degraded, _shed,
+    _ready, _redis, _missing, _policy, _fallback, _memory, _stale, _apart, _hits, _refused, _degraded, _shed, _events,
 )  # fmt: skip

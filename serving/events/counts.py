@@ -13,6 +13,8 @@ from serving.metrics.event_counters import by_label
 from serving.metrics.fast_counters import Seconds
 
 ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
+REFUSALS = ("events_full", "events_unavailable", "overloaded")
+"""Reasons for which a request of events is refused whole."""
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _WAYS = ("http", "inbox")
@@ -21,16 +23,20 @@ _WAYS = ("http", "inbox")
 class EventCounts(Collector):
     """Collector of the numbers of one process, and of the stream and the inbox as it last saw them."""
 
-    def __init__(self, redis: EventsRedis, keyspace: Keyspace) -> None:
+    def __init__(self, redis: EventsRedis, keyspace: Keyspace, stream_bytes: int) -> None:
+        """`stream_bytes`: bound of the stream."""
         self.results: Counter[str] = Counter({ACCEPTED: 0, REPEATED: 0, TOO_MANY: 0})
+        # What first appears above 0 has no increase an alert could see.
+        self.refusals: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
         self.dropped = 0
         """Rejected events that were not kept, because too many waited to be written."""
         self.seconds = Seconds(
             "larder_events_accept_seconds", "Time until events were accepted, by the way they came", "by", _WAYS,
             _SECONDS,
         )  # fmt: skip
-        self._redis, self._keyspace = redis, keyspace
-        self._gauges: dict[str, float] = {}
+        self._redis, self._keyspace, self._stream_bytes = redis, keyspace, stream_bytes
+        self.gauges: dict[str, float] = {}
+        """Figures of the last look by name; empty before any."""
 
     async def look(self) -> None:
         """Looks at the stream, the inbox and the server's settings; while it is away, only that is told."""
@@ -42,13 +48,14 @@ class EventCounts(Collector):
                 ("XRANGE", inbox, "-", "+", "COUNT", 1), ("TIME",),
             ])  # fmt: skip
         except EventsUnavailable:
-            self._gauges = {"up": 0.0}
+            self.gauges = {"up": 0.0}
             return
         # Not a position: producers may write ids of their own, such as microseconds.
         oldest_s = int(first[0][0].split(b"-")[0]) / 1000 if first else float(now[0])
-        self._gauges = {
+        self.gauges = {
             "up": float(found.suffices(self._redis.demanded)),
             "stream_bytes": float(size_bytes or 0),
+            "stream_max_bytes": float(self._stream_bytes),
             "stream_length": float(length),
             "inbox_length": float(waiting),
             "inbox_lag_seconds": max(0.0, float(now[0]) - oldest_s),
@@ -60,19 +67,26 @@ class EventCounts(Collector):
             "larder_events", "Events, by what became of them", labels=["result"]
         )
         yield by_label(results, self.results)
+        refusals = CounterMetricFamily(
+            "larder_events_refused",
+            "Requests of events that were refused whole, by reason",
+            labels=["reason"],
+        )
+        yield by_label(refusals, self.refusals)
         yield CounterMetricFamily(
             "larder_events_rejected_dropped",
             "Rejected events not kept with their reason",
             value=self.dropped,
         )
         yield from self.seconds.collect()
-        for name, value in self._gauges.items():
-            yield GaugeMetricFamily(f"larder_events_{name}", _TEXTS[name], value=value)
+        for name, value in self.gauges.items():
+            yield GaugeMetricFamily(f"larder_events_{name}", TEXTS[name], value=value)
 
 
-_TEXTS = {
+TEXTS = {
     "up": "1 while the Redis of events answers and is as durable as demanded",
     "stream_bytes": "Bytes of the stream of accepted events",
+    "stream_max_bytes": "Bytes that it may have; beyond them events are refused",
     "stream_length": "Events in the stream",
     "inbox_length": "Entries of the inbox that are not taken in yet",
     "inbox_lag_seconds": "Age of the oldest of them, by Redis' clock",

@@ -48,11 +48,13 @@ class EventIntake:
         try:
             told = await self.acceptor.accept(found.packed)
         except EventsFull as error:
+            self.counts.refusals[error.code] += 1
             raise Problem(
                 429, error.code, f"{error.message}: send them again later, under the same ids",
                 retry_after_seconds=FULL_WAIT_S,
             ) from error  # fmt: skip
         except (EventsUnavailable, EventsBusy) as error:
+            self.counts.refusals[error.code] += 1
             raise Problem(
                 503, error.code, f"{error.message}: send them again, under the same ids"
             ) from error

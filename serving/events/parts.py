@@ -54,7 +54,7 @@ class EventParts:
         """
         events, keyspace = config.events, config.keyspace()
         redis = EventsRedis(config.events_redis, events.durability)
-        counts = EventCounts(redis, keyspace)
+        counts = EventCounts(redis, keyspace, events.stream_bytes)
         bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
         intake = EventIntake(
             redis, EventReader(keyspace, events, takes),

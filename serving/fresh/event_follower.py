@@ -63,10 +63,10 @@ class EventFollower:
         """Entries of the stream that are no events."""
         self._url = url
         self._stream = keyspace.events
-        self._newer = newer
+        self.newer = newer
         self._shelf = shelf
         self._note = note
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._timer = timer
         self._clock = RedisClock(timer)
         self._floor: int | None = None
@@ -119,11 +119,11 @@ class EventFollower:
             await self._read_earlier(client, floor, self._floor)
         elif floor > self._floor:
             await self._drop(floor)
-        if self._newer.size_bytes >= self._limit_bytes:
+        if self.newer.size_bytes >= self.limit_bytes:
             self._fall_behind()
             return False
         wait_ms = wait_ms if self._is_at_end else None
-        if await self._read(client, self._newer, wait_ms) < _AT_ONCE:
+        if await self._read(client, self.newer, wait_ms) < _AT_ONCE:
             self._catch_up()
         else:
             self._is_at_end = False
@@ -135,7 +135,7 @@ class EventFollower:
         """Seconds since everything was counted that had been accepted; 0 while nothing is known to be missing."""
         if self._is_at_end or self._floor is None:
             return 0.0
-        newest = Position.of_number(self._newer.users.last).ms / 1000
+        newest = Position.of_number(self.newer.users.last).ms / 1000
         return max(0.0, self._clock() - max(newest, self._at_end_at))
 
     def _wanted_floor(self) -> int | None:
@@ -177,7 +177,7 @@ class EventFollower:
 
     async def _take_blocklist(self, client: Redis, blocklist: Blocklist) -> None:
         """Forgets events of who is blocked now, and reads again those of who is no more."""
-        newer = self._newer
+        newer = self.newer
         if blocklist is not self._blocklist:
             before, self._blocked = self._blocked, _blocked(blocklist)
             self._blocklist = blocklist
@@ -194,7 +194,7 @@ class EventFollower:
     async def _read_earlier(self, client: Redis, floor: int, before: int) -> None:
         """Reads what lies before everything that is known."""
         if await self._read_aside(client, floor, before):
-            self._newer.users.since = self._newer.values.since = floor
+            self.newer.users.since = self.newer.values.since = floor
             self._floor = floor
 
     async def _read_aside(
@@ -207,40 +207,40 @@ class EventFollower:
         self._fall_behind()
         aside = _nothing_since(after)
         while await self._read(client, aside, None, until=until, of=of):
-            if aside.size_bytes + self._newer.size_bytes >= self._limit_bytes:
+            if aside.size_bytes + self.newer.size_bytes >= self.limit_bytes:
                 await self._read_whole(client, after)
                 return False
-            await self._read(client, self._newer, None)
+            await self._read(client, self.newer, None)
         users = list(aside.packed)
         for start in range(0, len(users), _AT_ONCE):
-            self._newer.users.put_before(aside.users, users[start : start + _AT_ONCE])
+            self.newer.users.put_before(aside.users, users[start : start + _AT_ONCE])
             await asyncio.sleep(0)
-        self._newer.values.put_before(aside.values)
-        self._newer.items.put_before(aside.items)
+        self.newer.values.put_before(aside.values)
+        self.newer.items.put_before(aside.items)
         return True
 
     async def _read_whole(self, client: Redis, floor: int) -> None:
         """Reads the stream from a position on; what was known is counted until that is done."""
         self._fall_behind()
         aside = _nothing_since(floor)
-        while await self._read(client, aside, None) and aside.size_bytes < self._limit_bytes:
+        while await self._read(client, aside, None) and aside.size_bytes < self.limit_bytes:
             pass
-        self._newer.become(aside)
+        self.newer.become(aside)
         self._floor = floor
 
     async def _drop(self, floor: int) -> None:
         """Forgets what all generations held have, some users at a time."""
-        users = list(self._newer.packed)
+        users = list(self.newer.packed)
         for start in range(0, len(users), _AT_ONCE):
-            self._newer.users.drop_until(floor, users[start : start + _AT_ONCE])
+            self.newer.users.drop_until(floor, users[start : start + _AT_ONCE])
             await asyncio.sleep(0)
         more = True
         while more:
-            more = self._newer.values.drop_until(floor, _AT_ONCE) == _AT_ONCE
+            more = self.newer.values.drop_until(floor, _AT_ONCE) == _AT_ONCE
             await asyncio.sleep(0)
-        self._newer.items.drop_until(floor)
-        self._newer.users.last = max(self._newer.users.last, floor)
-        self._newer.users.since = floor
+        self.newer.items.drop_until(floor)
+        self.newer.users.last = max(self.newer.users.last, floor)
+        self.newer.users.since = floor
         self._floor = floor
 
     def _fall_behind(self) -> None:

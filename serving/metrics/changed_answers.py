@@ -26,6 +26,10 @@ class ChangedAnswers(Collector):
             self._lists[table] += 1
             self._shares[table] += float(1.0 - np.isin(items, of_the_night).mean())
 
+    def totals(self) -> tuple[int, int, float]:
+        """Answers, lists that were compared, and the sum of their shares, of all tables."""
+        return self.answers.total(), self._lists.total(), sum(self._shares.values())
+
     def collect(self) -> Iterable[Metric]:
         """Metric families by table."""
         answers = CounterMetricFamily(

@@ -36,6 +36,7 @@ class Series(TypedDict):
     seconds: dict[str, dict[str, Bins]]
     stages: dict[str, Bins]
     misses: dict[str, Bins]
+    events: NotRequired[dict[str, Bins]]
 
 
 class Totals(TypedDict):
@@ -211,6 +212,29 @@ class ShownExperiment(TypedDict):
     arms: list[ShownArm] | None
 
 
+class Events(TypedDict):
+    up: bool | None
+    durability: str | None
+    demanded: str | None
+    results: dict[str, Number] | None
+    refused: dict[str, Number] | None
+    answers: Number
+    answers_share: Number
+    list_change: Number
+    lag_s: Number
+    users: Number
+    held_bytes: Number
+    held_max_bytes: Number
+    stream_bytes: Number
+    stream_max_bytes: Number
+    stream_length: Number
+    inbox_length: Number
+    inbox_lag_seconds: Number
+    counted_until: str | None
+    taken_until: str | None
+    published_until: str | None
+
+
 class Dashboard(TypedDict):
     """All of it."""
 
@@ -230,5 +254,6 @@ class Dashboard(TypedDict):
     advisor: Advisor | None
     quality: Quality | None
     experiments: NotRequired[list[ShownExperiment] | None]
+    events: NotRequired[Events | None]
     trouble: NotRequired[str | None]
     lately: NotRequired[Lately | None]

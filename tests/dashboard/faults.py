@@ -55,8 +55,8 @@ def _uneven(data: Any) -> list[str]:
     if series is None:
         return []
     lists = {"requests": series["requests"]}
-    for part in ("answers", "stages", "misses"):
-        lists |= {f"{part}.{name}": values for name, values in series[part].items()}
+    for part in ("answers", "stages", "misses", "events"):
+        lists |= {f"{part}.{name}": values for name, values in series.get(part, {}).items()}
     for source, quantiles in series["seconds"].items():
         lists |= {f"seconds.{source}.{name}": values for name, values in quantiles.items()}
     bins = len(series["at"])

@@ -94,6 +94,15 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
             "read_share": 0.3127,
             "hits_per_gb": 21_204_817.4,
         },
+        "events": {
+            "up": True, "durability": "everysec", "demanded": "everysec",
+            "results": {"accepted": 61_204, "repeated": 912, "too_many": 188, "invalid_field": 41},
+            "refused": {}, "answers": 21_377, "answers_share": 0.0412, "list_change": 0.187, "lag_s": 0.004,
+            "users": 12_902, "held_bytes": 9_437_184, "held_max_bytes": 268_435_456, "stream_bytes": 71_303_168,
+            "stream_max_bytes": 268_435_456, "stream_length": 402_118, "inbox_length": 3, "inbox_lag_seconds": 0.02,
+            "counted_until": f"{round(now * 1000) - 40}-2", "taken_until": f"{round((now - 8 * 3600) * 1000)}-0",
+            "published_until": f"{round((now - 8 * 3600) * 1000)}-0",
+        },
         "experiments": [{
             "experiment": "ranker", "share": 0.2, "started_at": now - 12 * 86_400, "arms": [
                 _arm("control", "shop", 0.5, 212_480, 10_611),
@@ -166,9 +175,13 @@ def _series(now: float, bins: int, draw: random.Random) -> Any:
         reason: [max(0, round(draw.gauss(per, per / 6))) for _ in at]
         for reason, per in (("not_in_generation", 840), ("cold_start", 250), ("input_changed", 190), ("fresh", 60))
     }  # fmt: skip
+    events = {
+        result: [max(0, round(draw.gauss(per, per / 5))) for _ in at]
+        for result, per in (("accepted", 2_040), ("repeated", 30), ("rejected", 8))
+    }
     return {
         "step_s": 10, "at": at, "requests": requests, "answers": answers, "seconds": seconds, "stages": stages,
-        "misses": misses,
+        "misses": misses, "events": events,
     }  # fmt: skip
 
 

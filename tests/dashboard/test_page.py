@@ -57,9 +57,40 @@ def test_the_numbers_are_those_of_the_data(browser: Browser, site: Site) -> None
     for expected in (
         "4.81M since the start", "1.37 GiB of 2 GiB", "302K · 60.7 %", "closed in 4", "41 of 4,096 at most",
         "9 h", "1 of 8 gates failed", "volatile-lru", "98.7 % (98.5 % to 98.9 %)", "none found", "serve-b",
-        "68.2 %, doubling adds", "Of the users of the last 14 nights 87.1 % were copied; 19 min 40 s of scoring spared",
+        "68.2 %, doubling adds", "204/s accepted in the last 5 minutes, 61.2K of 62.3K",
+        "4.1 % of the answers", "18.7 %", "9 MiB of 256 MiB", "too many", "everysec, demanded: everysec",
+        "Of the users of the last 14 nights 87.1 % were copied; 19 min 40 s of scoring spared",
     ):  # fmt: skip
         assert expected in text, expected
+
+
+def test_events_have_a_part_and_a_link_only_where_they_are_taken_in(
+    fast: Browser, site: Site
+) -> None:
+    parts = "['#events', 'nav a[href=\"#events\"]'].map((each) => document.querySelector(each).checkVisibility())"
+    site.data = well() | {"events": None}
+    shown(fast, site)
+    assert fast.run(parts) == [False, False]
+
+    data: Any = well()
+    data["events"] |= {
+        "up": False,
+        "lag_s": 31.0,
+        "taken_until": "0-0",
+        "refused": {"events_full": 12},
+    }
+    site.data = data
+    fast.until(f"{parts}.every(Boolean)")
+
+    text = fast.run("document.getElementById('events').innerText").replace("\u00a0", " ")
+    for expected in (
+        "no events are accepted", "31 s", "none yet", "12 requests refused whole: events full.",
+        data["events"]["counted_until"],
+    ):  # fmt: skip
+        assert expected in text, expected
+    # Drawn at once, although there was no width to draw it in before.
+    assert fast.run("document.querySelectorAll('#events .canvas path').length") == 3
+    assert fast.complaints() == []
 
 
 def test_what_the_service_adds_up_itself_goes_first(browser: Browser, site: Site) -> None:
@@ -105,7 +136,7 @@ def test_what_is_pointed_at_is_told_and_stays_so(fast: Browser, site: Site) -> N
 
     fast.until(f"{cursor} === 'visible'")
     assert fast.run(f"parseFloat({legend})") < 50 < float(newest.split()[0])
-    assert fast.run("document.querySelectorAll('.cursor[visibility=visible]').length") == 8
+    assert fast.run("document.querySelectorAll('.cursor[visibility=visible]').length") == 9
     asked = site.asked
     assert until(lambda: site.asked > asked + 1)
     assert fast.run(f"parseFloat({legend})") < 50

@@ -2,6 +2,7 @@
 
 import { el, keyed, say } from "./dom.js";
 import { clock, count, duration, unbroken } from "./format.js";
+import { events } from "./events.js";
 import { figures } from "./figures.js";
 import { memory } from "./memory.js";
 import { nights } from "./nights.js";
@@ -14,7 +15,7 @@ const STALE_MS = 20000;
 const LEVELS = ["ok", "warn", "bad"];
 
 const find = (id) => document.getElementById(id);
-const panels = [figures(), ...serving(), ...nights(), ...memory(), ...quality()];
+const panels = [figures(), ...serving(), ...events(), ...nights(), ...memory(), ...quality()];
 
 let newest = null;
 let trouble = null;

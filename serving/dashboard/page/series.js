@@ -36,6 +36,7 @@ export function complete(data) {
     answers: each(series.answers),
     stages: each(series.stages),
     misses: each(series.misses),
+    events: each(series.events),
     seconds: named(Object.entries(series.seconds ?? {}).map(([name, parts]) => [name, each(parts)])),
   };
 }

@@ -21,6 +21,8 @@ def screen(body: Body, trouble: str | None = None) -> Group:
     """Everything that fits a terminal of 100 columns; `trouble`: why this is not of now."""
     parts: list[RenderableType] = [_verdict(body), _sources(body), _replicas(body)]
     parts += [_generations(body), Text(_misses(body)), Text(_state(body))]
+    if body.get("events") is not None:
+        parts.append(Text(_events(body)))
     if trouble:
         parts.insert(0, Text(f"not of now: {trouble}", style="bold red"))
     return Group(*parts)
@@ -93,6 +95,18 @@ def _state(body: Body) -> str:
         f"Redis {size(redis['used_bytes'])}{limit} · L1 {size(l1['bytes'])} of {size(l1['budget_bytes'])} · "
         f"breakers {breakers} · under way {queue['under_way']}, "
         f"for live {queue['live_queued']}, shed {queue['shed']:,} · served age {age}"
+    )
+
+
+def _events(body: Body) -> str:
+    told, seconds = body["events"], body["lately"]["seconds"]
+    results = told["results"]
+    accepted, repeated = results.get("accepted", 0), results.get("repeated", 0)
+    share = "-" if told["answers_share"] is None else f"{told['answers_share']:.1%}"
+    return (
+        f"events {accepted / seconds:,.1f}/s, {sum(results.values()) - accepted - repeated:,} rejected, "
+        f"in {share} of answers, lag {told['lag_s'] or 0:.1f} s · stream {size(told['stream_bytes'])} "
+        f"of {size(told['stream_max_bytes'])}"
     )
 
 

@@ -76,6 +76,23 @@ async def test_events_are_accepted_told_and_counted(
     assert (await app.counted("larder_events_accept_seconds_count"))["http",] == 1
 
 
+async def test_the_dashboard_shows_what_was_taken_in_and_how_far_it_is_counted(
+    app: Running,
+) -> None:
+    position = (await post(app, event(1), {"id": 1})).json()["position"]
+
+    async def shown() -> bool:
+        events = (await app.get("/dashboard/data"))["events"]
+        return bool(events["results"] == {"accepted": 1, "missing_field": 1} and events["up"])
+
+    assert await eventually(shown)
+    events = (await app.get("/dashboard/data"))["events"]
+    assert (events["durability"], events["demanded"]) == ("always", SETTINGS.durability)
+    # This night is of before events: none of its lists counts any, so nothing is followed.
+    assert events["counted_until"] < position and events["published_until"] is None
+    assert events["held_max_bytes"] == events["stream_max_bytes"] == SETTINGS.stream_bytes
+
+
 async def test_the_inbox_is_emptied_by_a_service(
     app: Running, night: NightConfig, client: Any
 ) -> None:
@@ -207,6 +224,10 @@ async def test_a_full_stream_is_429_with_a_time_to_come_again(
         async with AsyncClient(BASE, transport=small.http._transport) as larder:
             with pytest.raises(Unavailable) as caught:
                 await larder.send_events([NewEvent("1", user="u", item="i")])
+        refused = await small.counted("larder_events_refused_total")
+        bound = await small.counted("larder_events_stream_max_bytes")
 
     assert (response.status_code, response.json()["error"]["code"]) == (429, "events_full")
+    assert refused["events_full",] >= 2 and refused["events_unavailable",] == 0
+    assert bound == {(): 1 << 20}
     assert int(response.headers["Retry-After"]) == 30 and caught.value.code == "events_full"

@@ -234,7 +234,9 @@ async def test_an_outage_is_told_and_over_when_redis_is_back(
             with pytest.raises(Problem) as caught:
                 await one.take(event(1))
             assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
+            assert one.parts.intake.counts.refusals["events_unavailable"] == 1
             await one.parts.intake.counts.look()
+            assert one.parts.intake.counts.gauges == {"up": 0.0}
             server.start()
 
             told = await one.take(event(0), event(1))

@@ -1,74 +1,169 @@
-"""Rights of infra/redis.conf that events need: the service's, and those of producers."""
+"""Rights that events need, on servers as compose.yaml starts them: the service's, a producer's, the night's."""
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
+import yaml
 
+from cache.config.events import EventsConfig
+from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
 from cache.process.child_process import Guarded
-from cache.process.redis_server import find_server
+from cache.store.artefacts import ArtefactStore
+from precompute.config.settings import NightConfig
+from precompute.control.connection import connect_events
+from precompute.erasures.erasure import Erased
+from precompute.events.forgetting import forget_in_stream
+from precompute.events.taking import take
+from precompute.events.trimming import trim
 from serving.events import inbox as inbox_module
 from serving.events.inbox import GROUP
+from tests.conftest import redis_binary
 from tests.integration.events.intakes import event, intake
-from tests.integration.releases.test_acl import answering, client, configured
+from tests.integration.events.test_check import told
+from tests.integration.releases.test_acl import CONF, answering, client
 from tests.integration.serving_app import eventually
 from tests.polling import until
 
 KEYS = Keyspace("default")
-PRODUCER = "user larder-producer off"
+SERVICES: Any = yaml.safe_load((CONF.parent / "compose.yaml").read_text())["services"]
+SHARED, OWN = "redis", "redis-events"
+KEPT = {SHARED: "none", OWN: "everysec"}
+"""Durability of events in the server of pages, and in their own."""
 
 
-@pytest.fixture(scope="module")
-def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A server with our configuration, and a producer let in."""
-    folder = tmp_path_factory.mktemp("events-acl")
-    text = configured("reads", "loads")
-    assert text.count(PRODUCER) == 1
-    (folder / "redis.conf").write_text(text.replace(PRODUCER, "user larder-producer on >produces"))
+def started(name: str, folder: Path, socket: Path) -> Guarded:
+    """The server of a service of compose.yaml, by its own command: on a socket, with files in `folder`."""
+    service = SERVICES[name]
+    conf = CONF.parent / service["volumes"][0].split(":")[0]
+    (shell, flags, script) = service["command"]
+    for of_container, here in (
+        ("$$", "$"), ("/etc/larder/redis.conf", str(conf)), ("/tmp/redis.conf", str(folder / "redis.conf")),
+        ("redis-server", str(redis_binary())),
+    ):  # fmt: skip
+        assert of_container in script
+        script = script.replace(of_container, here)
+    options = re.sub(r"\$\{\w+:-(\w+)\}", r"\1", service["environment"]["REDIS_OPTIONS"])
+    environ = {
+        "LARDER_READER_PASSWORD": "reads", "LARDER_LOADER_PASSWORD": "loads", "LARDER_PRODUCER_PASSWORD": "produces",
+        "REDIS_OPTIONS": f"{options} --port 0 --unixsocket {socket} --dir {folder}",
+    }  # fmt: skip
+    return Guarded([shell, flags, script], log=folder / "log", env={**os.environ, **environ})
+
+
+@pytest.fixture(scope="module", params=[SHARED, OWN])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
+    """The name of a service, and the socket of its server."""
+    folder = tmp_path_factory.mktemp("rights")
     path = folder / "redis.sock"
-    command: list[str | Path] = [
-        find_server(),
-        folder / "redis.conf",
-        "--port",
-        "0",
-        "--unixsocket",
-        path,
-    ]
-    with Guarded(command, log=folder / "log") as process:
+    with started(request.param, folder, path) as process:
         assert until(lambda: answering(path)), process.tail()
-        yield path
+        yield request.param, path
+
+
+@pytest.fixture
+def socket(server: tuple[str, Path]) -> Path:
+    return server[1]
 
 
 async def test_the_service_takes_events_in_with_the_readers_rights(
-    socket: Path, monkeypatch: pytest.MonkeyPatch
+    server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("CLAIM_EVERY_S", 0.05), ("CLAIM_AFTER_MS", 1), ("FORGET_AFTER_MS", 0)):
-        monkeypatch.setattr(inbox_module, name, value)
+    name, socket = server
+    for setting, value in (("CLAIM_EVERY_S", 0.05), ("CLAIM_AFTER_MS", 1), ("FORGET_AFTER_MS", 0)):
+        monkeypatch.setattr(inbox_module, setting, value)
     url = f"unix://larder-reader:reads@{socket}"
     with client(socket, "larder-producer", "produces") as producer:
         producer.xadd(KEYS.inbox, {"user": "u", "item": "i", "id": "1"})
         producer.xadd(KEYS.inbox, {"user": "u"})
-    with client(socket, "larder-loader", "loads") as loader:
-        async with intake(url, KEYS, inbox=True) as one:
-            told = await one.take(event(1), event(1), {"id": "x"})
-            await one.parts.intake.rejections.flush()
-            assert (told["accepted"], told["repeated"], told["durability"]) == (1, 1, "none")
+    async with intake(url, KEYS, inbox=True) as one:
+        answer = await one.take(event(1), event(1), {"id": "x"})
+        await one.parts.intake.rejections.flush()
+        assert (answer["accepted"], answer["repeated"]) == (1, 1)
+        assert answer["durability"] == KEPT[name]
 
-            async def taken() -> bool:
-                return one.results["accepted"] == 2 and one.results["missing_field"] == 2
+        counts = one.parts.intake.counts
 
-            assert await eventually(taken)
-            await one.parts.intake.counts.look()
-            (up,) = [
-                sample.value
-                for family in one.parts.intake.counts.collect()
-                for sample in family.samples
-                if sample.name == "larder_events_up"
-            ]
-            assert up == 1
-        assert loader.exists(KEYS.events, KEYS.inbox, KEYS.rejected_events) == 3
+        async def taken() -> bool:
+            await counts.look()
+            return counts.gauges["inbox_length"] == 0
+
+        assert await eventually(taken)
+        assert (counts.gauges["up"], counts.gauges["stream_length"]) == (1, 2)
+        assert (one.results["accepted"], one.results["missing_field"]) == (2, 2)
+    with client(socket, "larder-reader", "reads") as reader:
+        assert reader.xread({KEYS.events: "0"})  # as the follower does
+        assert reader.time()
+
+
+def test_the_night_takes_over_trims_and_forgets_with_the_loaders_rights(
+    server: tuple[str, Path], tmp_path: Path
+) -> None:
+    name, socket = server
+    url = f"unix://larder-loader:loads@{socket}"
+    config = NightConfig(events_url=url, events=EventsConfig(enabled=True), base=str(tmp_path))
+    store = ArtefactStore(str(tmp_path / "store"))
+    with client(socket, "larder-reader", "reads") as reader:
+        for user in ("stays", "goes"):
+            body = Event("1", 1, user.encode(), b"i").to_bytes()
+            reader.xadd(KEYS.events, {"e": body})
+            reader.xadd(KEYS.rejected_events, {"reason": "in_future", "event": body})
+        before = reader.xlen(KEYS.events)
+
+        with connect_events(config) as loader:
+            gone = forget_in_stream(loader, KEYS, Erased(frozenset([b"goes"]), frozenset()))
+            found = take(store, loader, KEYS)
+            trimmed = trim(store, loader, KEYS, keep_s=0.0, stream_bytes=1)
+
+        assert gone >= 2 and found.events == trimmed == before - 1
+        assert reader.xlen(KEYS.events) == 0
+    state, _ = told(tmp_path, url, enabled=True)  # `larder check`
+    assert state == ("ok" if name == OWN else "to do")
+
+
+def test_with_a_server_of_their_own_nobody_reaches_anything_else(tmp_path: Path) -> None:
+    socket = tmp_path / "redis.sock"
+    commands = [
+        ("SET", KEYS.overlay("g1", "user_topk", "ab"), "x"), ("GET", KEYS.live), ("SET", KEYS.live, "{}"),
+        ("HSET", KEYS.generations, "g1", "{}"), ("ZADD", KEYS.replicas, "1", "a"), ("FLUSHALL",),
+        ("CONFIG", "SET", "appendonly", "no"), ("ACL", "LIST"), ("SHUTDOWN",), ("UNLINK", KEYS.events),
+    ]  # fmt: skip
+    with started(OWN, tmp_path, socket) as process:
+        assert until(lambda: answering(socket)), process.tail()
+        for user, password in (("larder-reader", "reads"), ("larder-loader", "loads")):
+            with client(socket, user, password) as connection:
+                for command in commands:
+                    with pytest.raises(redis.exceptions.NoPermissionError):
+                        connection.execute_command(*command)
+        with (
+            client(socket, "default", "") as anonymous,
+            pytest.raises(redis.exceptions.RedisError),
+        ):
+            anonymous.ping()
+
+
+def test_a_server_of_their_own_gives_no_right_that_the_shared_one_does_not() -> None:
+    def brackets(file: str) -> Mapping[str, set[str]]:
+        lines = (CONF.parent / file).read_text().splitlines()
+        users = {line.split()[1]: line for line in lines if line.startswith("user larder-")}
+        return {name: set(re.findall(r"\([^)]*\)", line)) for name, line in users.items()}
+
+    shared, own = brackets("redis.conf"), brackets("redis-events.conf")
+
+    assert own.keys() == shared.keys()
+    assert own["larder-reader"] <= shared["larder-reader"]
+    assert [
+        each
+        for each in shared["larder-reader"]
+        if ":events" in each and each not in own["larder-reader"]
+    ] == []
 
 
 @pytest.mark.parametrize(

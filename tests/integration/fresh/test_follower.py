@@ -121,7 +121,7 @@ async def test_values_that_one_item_has_too_many_of_are_counted_and_delay_nobody
     await stream.steps()
 
     assert stream.notes[-1] is None and stream.newer.values.refusals == 1
-    families = EventMetrics(stream.newer, stream.follower.lag_s).collect()
+    families = EventMetrics(stream.follower).collect()
     values = {each.name: each.samples[0].value for each in families}
     assert values["larder_event_values_refused"] == 1
 

@@ -65,6 +65,11 @@ async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
 
         assert await eventually(all_count)
         day = await lists_of(app, users)
+        shown = (await app.get("/dashboard/data"))["events"]
+        assert shown["counted_until"] == sent.json()["position"] and shown["lag_s"] == 0.0
+        assert shown["users"] == len(users)
+        assert shown["published_until"] == shown["taken_until"] == "0-0"
+        assert shown["answers"] >= len(users) and shown["list_change"] > 0
         assert all("approximate" not in each for each in day.values())
         assert all(day[each]["items"] != before[each]["items"] for each in users)
 
@@ -77,6 +82,12 @@ async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
 
         assert await eventually(flipped)
         night = await lists_of(app, users)
+
+        async def published() -> bool:
+            shown = (await app.get("/dashboard/data"))["events"]
+            return bool(shown["published_until"] == shown["taken_until"] == position)
+
+        assert await eventually(published, 20.0)
 
     assert second != first and position == sent.json()["position"]
     for user in users:

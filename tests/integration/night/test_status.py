@@ -8,6 +8,8 @@ import orjson
 import pytest
 import redis
 
+from cache.config.events import EventsConfig
+from cache.events.event import Event
 from cache.format.manifest import CUT_CHARS
 from cache.process.redis_server import RedisServer
 from precompute import __main__ as shell
@@ -17,6 +19,7 @@ from precompute.config.settings import NightConfig
 from precompute.control.control_keys import connect
 from precompute.control.states import State
 from precompute.releases.registry import open_releases
+from precompute.steps import take_events
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night
 
 SOON = {"schedule": "* * * * *", "schedule_grace_s": 86_400.0}
@@ -143,6 +146,25 @@ def test_without_redis_it_tells_what_the_store_knows_and_says_so(
     told = orjson.loads(capsys.readouterr().out)
     assert told["live"] == live and told["redis"]["state"] == "away"
     assert one(told, live)["redis_bytes"] > 0
+
+
+def test_events_are_told_up_to_where_nights_and_the_live_one_have_them(config: NightConfig) -> None:
+    config = replace(config, events=EventsConfig(enabled=True))
+    publish_night(config, UNTIL)
+    assert told_of(config)["events"] == {"taken_until": "0-0", "live_until": "0-0"}
+    with connect(config.redis_url, 5.0) as client:
+        body = Event("1", 1, b"u", b"i").to_bytes()
+        client.xadd(config.keyspace().events, {"e": body}, id="1769860800391-4")
+    take_events.run(config)
+
+    told = told_of(config)
+
+    assert told["events"] == {"taken_until": "1769860800391-4", "live_until": "0-0"}
+    (line,) = [each for each in map(str, shown(told)[1:]) if each.startswith("events:")]
+    assert line == (
+        "events: the live one has them up to none; nights took them over up to 2026-01-31T12:00:00Z (1769860800391-4)"
+    )
+    assert told_of(replace(config, events=EventsConfig()))["events"] is None
 
 
 def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None:

@@ -49,16 +49,45 @@ def test_every_variable_has_a_default_or_a_line_to_fill_in() -> None:
     assert used == to_fill
 
 
-def test_each_program_gets_the_redis_user_with_its_own_rights() -> None:
+@pytest.mark.parametrize(
+    ("variable", "server"), [("REDIS_URL", "redis"), ("LARDER_EVENTS_URL", "redis-events")]
+)
+def test_each_program_gets_the_redis_user_with_its_own_rights(variable: str, server: str) -> None:
     users = {
-        name: match.group(1)
+        name: match.groups()
         for name, service in SERVICES.items()
-        if (url := service.get("environment", {}).get("REDIS_URL"))
-        and (match := re.search(r"//([\w-]+):", url))
+        if (url := service.get("environment", {}).get(variable))
+        and (match := re.search(r"//([\w-]+):.*@([\w-]+):", url))
     }
 
-    assert users.pop("serving") == "larder-reader"
-    assert set(users.values()) == {"larder-loader"}
+    assert users.pop("serving") == ("larder-reader", server)
+    assert set(users.values()) == {("larder-loader", server)}
+    for name in {*users, "serving"} - {"airflow-init"}:  # which asks Postgres alone
+        assert SERVICES[name]["depends_on"][server] == {"condition": "service_healthy"}
+
+
+def test_what_is_acknowledged_survives_the_container_of_events_alone() -> None:
+    def volumes(name: str) -> list[str]:
+        return [each for each in SERVICES[name]["volumes"] if not each.startswith(".")]
+
+    assert volumes("redis") == [] and volumes("redis-events") == ["events:/data"]
+
+
+def test_service_and_night_read_one_file_of_settings() -> None:
+    def source(name: str, path: str) -> str:
+        mounts = [
+            each.rsplit(":", 1)[0] if each.endswith(":ro") else each
+            for each in SERVICES[name]["volumes"]
+        ]
+        (found,) = [each for each in mounts if path.startswith(each.rsplit(":", 1)[1])]
+        of_host, of_container = found.rsplit(":", 1)
+        return f"{of_host}{path.removeprefix(of_container)}"
+
+    files = {
+        source(name, SERVICES[name]["environment"]["LARDER_CONFIG"])
+        for name in ("serving", "airflow-scheduler")
+    }
+    assert files == {"${LARDER_DATA:?}/larder.toml"}
 
 
 def test_airflow_is_told_to_create_the_pool_that_scoring_waits_for() -> None:

@@ -1,13 +1,17 @@
 """Counts as tables that add up: from the metrics, over bins, through Redis."""
 
 import random
+from typing import Any, cast
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.format.redis_keys import Keyspace
 from serving.answers.sources import Source
 from serving.dashboard.counters import counted, difference, merged, pack, totals, unpack
 from serving.dashboard.time_bins import BIN_S, BINS_MAX, Bins, start_of
+from serving.events.counts import EventCounts
 from serving.metrics.registry import Metrics
 
 fields = st.one_of(
@@ -55,6 +59,21 @@ def test_counts_are_those_of_metrics_those_of_the_hot_route_included() -> None:
     assert found["s:parse"] == 250_000
     assert sum(n for field, n in found.items() if field.startswith("h:")) == 5
     assert difference(counted(metrics, shed=2), found) == {}
+
+
+def test_events_are_counted_by_what_became_of_them_and_what_they_changed() -> None:
+    metrics, taken_in = Metrics(), EventCounts(cast(Any, None), Keyspace("t"), 0)
+    taken_in.results.update({"accepted": 3, "in_future": 1})
+    taken_in.refusals["events_full"] += 2
+    metrics.changed.answers["user_topk"] += 4
+    metrics.changed.compare("user_topk", np.array([1, 2, 3, 4], "u4"), np.array([4, 3, 9, 8], "u4"))
+    found = counted(metrics, events=taken_in)
+
+    assert found == counted(metrics) | {
+        "v:accepted": 3, "v:in_future": 1, "y:events_full": 2, "w": 4, "c": 1, "d": 500_000,
+    }  # fmt: skip
+    assert unpack(pack(found)) == found
+    assert totals(found) == totals(counted(metrics))
 
 
 def test_bins_keep_an_hour_however_long_they_are_filled_and_add_up_within_one() -> None:

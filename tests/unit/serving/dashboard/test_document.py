@@ -18,7 +18,7 @@ def worker(replica: str = "a", **changes: Any) -> dict[str, Any]:
         "at": NOW - 0.5, "since": 0.0, "replica": replica, "generation": "g2", "epoch": 2,
         "ready": True, "stale": None, "degraded": None, "failed": None, "breaker": "closed",
         "live_queued": 1, "under_way": 2, "requests_max": 10, "queue_seconds": 0.25,
-        "l1_bytes": 5, "l1_budget_bytes": 50, "l1_entries": 3,
+        "l1_bytes": 5, "l1_budget_bytes": 50, "l1_entries": 3, "events": None,
         "counts": {"r": 4, "e": 3, "x": 1, "a:l1": 2, "a:default": 1, "m:cold": 1},
     }  # fmt: skip
     return fine | changes
@@ -85,6 +85,46 @@ def test_a_cluster_is_the_sum_of_its_nodes() -> None:
     }  # fmt: skip
     assert redis([node, node | {"maxmemory": 0}])["limit_bytes"] is None
     assert set(redis([]).values()) == {None}
+
+
+def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
+    told = {
+        "up": 1.0,
+        "durability": "always",
+        "demanded": "any",
+        "lag_s": 0.5,
+        "counted_until": "30-0",
+    }
+    workers = {
+        "w1": worker(events=told),
+        "w2": worker(events=told | {"lag_s": 3.0}),
+        "w3": worker(),
+    }
+    bins = {
+        999_980: {"a:l1": 6, "a:live": 4, "w": 5, "c": 2, "d": 300_000, "v:accepted": 7, "v:in_future": 1},
+        999_990: {"v:accepted": 2, "y:events_full": 3, "c": 1},
+    }  # fmt: skip
+    rows = {start: row(each, BOUNDS) for start, each in bins.items()}
+    known = [
+        KNOWN | {"events_until": "9-0"},
+        KNOWN | {"events_until": "20-1"},
+        KNOWN | {"events_until": None},
+    ]
+    found = made(Reading(NOW, None, workers, rows, bins), archive=(known, []))
+
+    assert found["events"] == found["events"] | {
+        "up": True, "durability": "always", "lag_s": 3.0, "counted_until": "30-0", "taken_until": "20-1",
+        "published_until": None, "results": {"accepted": 9, "in_future": 1}, "refused": {"events_full": 3},
+        "answers": 5, "answers_share": 0.5, "list_change": 0.1,
+    }  # fmt: skip
+    assert set(found["events"]) == set(DASHBOARD["properties"]["events"]["properties"])
+    assert found["series"]["events"] == {"accepted": [7], "repeated": [0], "rejected": [1]}
+
+
+def test_without_events_nothing_is_told_of_them() -> None:
+    found = made(Reading(NOW, None, {"w1": worker()}, {}, {}))
+
+    assert found["events"] is None and found["series"]["events"] == {}
 
 
 def test_nothing_is_known_yet() -> None:

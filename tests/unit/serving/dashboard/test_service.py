@@ -66,10 +66,12 @@ async def test_providers_fill_their_parts_and_one_that_fails_costs_only_its_own(
     def fails() -> None:
         raise ValueError("no curve")
 
-    board = Board(tmp_path, advisor=fails, quality=lambda: {"samples": 3})
+    told = {"up": 1.0, "counted_until": "7-0"}
+    board = Board(tmp_path, advisor=fails, quality=lambda: {"samples": 3}, events=lambda: told)
     body = await board.data()
 
     assert (body["advisor"], body["quality"]) == (None, {"samples": 3})
+    assert (body["events"]["up"], body["events"]["counted_until"]) == (True, "7-0")
     assert "a part of the dashboard cannot be told" in caplog.text
 
 
@@ -133,6 +135,10 @@ async def test_a_viewer_waits_for_a_bounded_time_and_two_readings_never_meet(
         {"stale": {"a": 1}},
         {"advisor": 7},
         {"advisor": {"budget_bytes": 1}},
+        {"events": 7},
+        {"events": {"lag_s": "1"}},
+        {"events": {"demanded": 3}},
+        {"events": {"counted_until": "noon"}},
     ],
     ids=str,
 )

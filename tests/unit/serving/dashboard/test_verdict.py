@@ -32,7 +32,17 @@ def body(**changes: Any) -> dict[str, Any]:
         "schedule": {"age_s": 3_600.0, "due_at": 0.0, "missing": False},
         "redis": {"used_bytes": 50, "limit_bytes": 100, "policy": "volatile-lru"},
         "breakers": {"closed": 1, "half_open": 0, "open": 0},
-        "queue": {"shed_lately": 0},
+        "queue": {"shed_lately": 0}, "events": None,
+    }  # fmt: skip
+    return fine | changes
+
+
+def events(**changes: Any) -> dict[str, Any]:
+    """Events that are taken in as they should be."""
+    fine = {
+        "up": True, "durability": "everysec", "demanded": "everysec", "results": {"accepted": 950, "repeated": 50},
+        "refused": {}, "lag_s": 0.0, "held_bytes": 10, "held_max_bytes": 100, "stream_bytes": 79,
+        "stream_max_bytes": 100, "inbox_lag_seconds": 0.5,
     }  # fmt: skip
     return fine | changes
 
@@ -156,6 +166,45 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "allkeys-lru",
         "volatile-lru",
     ),
+    "events, not accepted": (
+        {"events": events(up=False, durability="none")},
+        "bad",
+        "keeps less than is demanded (found: none, demanded: everysec)",
+        "larder check",
+    ),
+    "events, full": (
+        {"events": events(refused={"events_full": 1}, stream_bytes=100)},
+        "bad",
+        "stream of events is full: 1 request refused",
+        "larder night",
+    ),
+    "events, filling": (
+        {"events": events(stream_bytes=80)},
+        "warn",
+        "stream of events is 80% full",
+        "stream_bytes",
+    ),
+    "events, behind": (
+        {
+            "events": events(lag_s=12.25, held_bytes=100),
+            "replicas": [replica(), replica(stale="events_behind")],
+        },
+        "warn",
+        "a worker is 12.2 s behind, its memory for events 100% full",
+        "larder night",
+    ),
+    "events, in the inbox": (
+        {"events": events(inbox_lag_seconds=61.0)},
+        "warn",
+        "waited in the inbox for 61 s",
+        "XINFO CONSUMERS",
+    ),
+    "events, rejected": (
+        {"events": events(results={"accepted": 945, "too_many": 20, "in_future": 35, "erased": 0})},
+        "warn",
+        "5.5% of the events were rejected, mostly as in_future",
+        "mend what sends them",
+    ),
     "overload": (
         {"queue": {"shed_lately": 40}},
         "warn",
@@ -192,6 +241,13 @@ QUIET: dict[str, dict[str, Any]] = {
         ]
     },
     "little shed": {"queue": {"shed_lately": 9}},
+    "events": {"events": events()},
+    "few events": {"events": events(results={"accepted": 1, "too_many": 198})},
+    "events of who was erased": {"events": events(results={"accepted": 500, "erased": 500})},
+    "another refusal": {"events": events(refused={"overloaded": 3})},
+    "events not looked at": {
+        "events": dict.fromkeys(events()) | {"results": {}, "refused": {}},
+    },
 }
 
 
@@ -206,6 +262,14 @@ def test_the_worst_comes_first_and_the_others_are_told_too() -> None:
 
     assert found["level"] == "bad" and "99% full" in found["sentence"]
     assert [each for each in found["also"] if "pointer_vanished" in each]
+
+
+def test_answers_without_events_are_not_taken_for_a_pointer_that_went_astray() -> None:
+    both = replica(stale="events_behind,pointer_vanished")
+    found = verdict(body(events=events(), replicas=[both]))
+
+    assert "may lag behind what was published: pointer_vanished." in found["sentence"]
+    assert [each for each in found["also"] if "lack accepted events" in each]
 
 
 def test_without_redis_the_pointer_is_not_complained_about_as_well() -> None:

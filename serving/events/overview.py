@@ -1,0 +1,65 @@
+"""Events as a worker tells the dashboard of them, and as those of all workers are shown."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cache.events.position import Position
+from serving.events.counts import TEXTS as GAUGES
+from serving.events.intake import EventIntake
+from serving.fresh.event_follower import EventFollower
+from serving.generations.holder import Shelf
+
+TEXTS: Final = ("durability", "demanded", "counted_until", "published_until")
+"""Fields of a worker's row that are texts; positions are those of Redis."""
+NUMBERS: Final = (*GAUGES, "lag_s", "users", "held_bytes", "held_max_bytes")
+"""Fields of a worker's row that are numbers."""
+
+_Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EventOverview:
+    """Overview of one worker: what it takes in, what it counts, and what its live generation has."""
+
+    intake: EventIntake
+    follower: EventFollower
+    shelf: Shelf
+
+    def told(self) -> dict[str, Any]:
+        """The worker's row; what was not looked at yet is left out."""
+        redis, newer, held = self.intake.redis, self.follower.newer, self.shelf.holding
+        published = None if held is None else held.live.manifest.events
+        return {
+            **self.intake.counts.gauges,
+            "durability": None if redis.found is None else redis.found.kept,
+            "demanded": redis.demanded,
+            "lag_s": round(self.follower.lag_s(), 3),
+            "users": len(newer.users),
+            "held_bytes": newer.size_bytes,
+            "held_max_bytes": self.follower.limit_bytes,
+            "counted_until": str(Position.of_number(newer.users.last)),
+            "published_until": None if published is None else published.until,
+        }
+
+
+def together(told: Sequence[_Row | None]) -> dict[str, Any] | None:
+    """Events of all workers by their rows, each as bad and as far as the last of them; None where nobody tells any."""
+    rows = [each for each in told if each]
+    if not rows:
+        return None
+    worst = min(rows, key=lambda each: 1.0 if each.get("up") is None else float(each["up"]))
+    numbers = {name: max(_known(rows, name), default=None) for name in NUMBERS}
+    return numbers | {
+        "up": None if worst.get("up") is None else bool(worst["up"]),
+        "durability": worst.get("durability"),
+        "demanded": worst.get("demanded"),
+        **{
+            name: min(_known(rows, name), key=Position.parse, default=None)
+            for name in ("counted_until", "published_until")
+        },
+    }
+
+
+def _known(rows: Sequence[_Row], name: str) -> list[Any]:
+    return [each[name] for each in rows if each.get(name) is not None]
