@@ -34,8 +34,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
 def _run(sent: argparse.Namespace, console: Console) -> int:
     # Here, since these imports take a second, in which Ctrl-C is to end with a line as well.
     from cache.errors import LarderError
+    from infra.demo.checks import Broken
     from infra.demo.dataset import Plan
-    from infra.demo.run import Broken, Demo
+    from infra.demo.run import Demo
     from infra.demo.steps import Steps
     from infra.local.airflow_client import AirflowFailed
     from infra.local.service import ServiceFailed

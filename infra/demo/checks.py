@@ -2,14 +2,29 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from serving.answers.sources import STORED, Source
+from serving.client import Unanswered
 
 KEPT = 20
 """Violations told in full; the others are only counted."""
+
+
+class Broken(RuntimeError):
+    """An invariant does not hold; the message says which."""
+
+
+@contextmanager
+def holding(what: str) -> Iterator[None]:
+    """Has an answer that is not as it should be end the demo."""
+    try:
+        yield
+    except (Unanswered, ValueError) as error:
+        raise Broken(f"{what}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from infra.demo.dataset import Dataset
 from infra.local.lock import alone
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import night_config
+from precompute.control.connection import connect_events
 from precompute.control.control_keys import connect
 
 SHARDS = 4
@@ -71,6 +72,7 @@ class DemoFolder:
             'interactions = ["data/interactions"]',
         ]
         lines += [f'{name} = "data/{file}"' for name, file in dataset.feature_tables.items()]
+        lines += ["", "[events]", "enabled = true"]
         self.config.write_text("\n".join(lines) + "\n")
 
     def environment(
@@ -85,17 +87,20 @@ class DemoFolder:
             "LARDER_ARTIFACTS": str(self.artifacts),
             "LARDER_STATE": str(self.home),
             "LARDER_SCHEDULE": NEVER,
+            "LARDER_EVENTS_URL": environ.get("LARDER_EVENTS_URL", ""),
             "REDIS_URL": redis_url,
         }
 
     def forget(self, redis_url: str) -> None:
         """Leave nothing of this run in a Redis that is not ours."""
-        config = night_config(str(self.config), {"REDIS_URL": redis_url})
+        config = night_config(str(self.config), self.environment(redis_url))
         keys = Keyspace(self.namespace)
         with connect(redis_url, config.redis_timeout_s) as client:
             for generation in config.store().names("generations"):
                 unlink_pages(client, keys, read_manifest(config.store(), generation))
             client.unlink(keys.live, keys.generations, keys.replicas)
+        with connect_events(config) as client:  # ids of events go by themselves, within `keep_s`
+            client.unlink(keys.events, keys.inbox, keys.rejected_events)
 
 
 @contextmanager

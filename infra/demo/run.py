@@ -12,11 +12,12 @@ from urllib.parse import urlsplit
 from cache.process.redis_server import redis_url
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import all_releases
-from infra.demo.checks import Judge, Question
+from infra.demo.checks import Broken, Judge, Question, holding
 from infra.demo.dataset import Dataset, Plan
 from infra.demo.evaluate import TOP, offline_lists, quality, served_lists
 from infra.demo.features.cold_start import ask_cold, sent
 from infra.demo.features.towers import add_features
+from infra.demo.fresh.click import Click
 from infra.demo.place import SCORERS, DemoFolder, place
 from infra.demo.scrape import ServiceCounts, scrape
 from infra.demo.steps import Step, Steps
@@ -33,10 +34,6 @@ FOLLOW_S = 10.0
 BUNDLE = "larder_bundle"
 RATE = 600.0
 """Requests per second of the measured replay: below what one worker can do, so that no time is spent queueing."""
-
-
-class Broken(RuntimeError):
-    """An invariant does not hold; the message says which."""
 
 
 class Demo:
@@ -71,7 +68,8 @@ class Demo:
             stream = Stream(data)
             self._replay(service, stream)
             self._evaluate(service, here, data)
-            self._second_night(airflow, service, stream, here, data)
+            click = self._click(service, data)
+            self._second_night(airflow, service, stream, here, data, click)
             counts = self._audit(service, here)
             summarize(self.steps, self.found, data.name, counts, self.judge.requests)
             self.steps.console.print("[green bold]every invariant held[/green bold]")
@@ -129,13 +127,19 @@ class Demo:
         if data.profiles is None:
             return
         with self.steps.step("Cold start: features instead of a history") as step:
-            try:
+            with holding("features alone"):
                 self.found.cold = ask_cold(service.url, data.profiles, data.histories, self.judge)
-            except (Unanswered, ValueError) as error:
-                raise Broken(f"features alone were not answered: {error}") from error
             step.note(f"new user: {sent(data.profiles.new_user)}")
             step.note(f"new item: {sent(data.profiles.new_item)}")
             self._stop_if_broken()
+
+    def _click(self, service: ServiceProcess, data: Dataset) -> Click:
+        click = Click(service.url, data, self.judge)
+        with self.steps.step("A click, as an event") as step, holding("fresh events"):
+            click.send(step)
+        self.found.counted_ms = click.counted_ms
+        self._stop_if_broken()
+        return click
 
     def _wait(self, airflow: LocalAirflow, dag: str, run: str, step: Step) -> RunReport:
         step.bar("tasks", None)
@@ -227,6 +231,7 @@ class Demo:
         stream: Stream,
         here: DemoFolder,
         data: Dataset,
+        click: Click,
     ) -> None:
         found = self.found
         data.write_second(here.home / "data")
@@ -236,6 +241,8 @@ class Demo:
                 self._wait(airflow, NIGHTLY, run, step)
                 found.second = self._follow(service, unlike=found.first)
                 step.note(f"generation {found.second}")
+                with holding("fresh events"):
+                    click.taken_over(step)
             with self.steps.step("DAG roll_back, under traffic") as step:
                 run = airflow.trigger("roll_back", {"reason": "the demo takes it back"})
                 airflow.wait("roll_back", run, RUN_TIMEOUT_S)
@@ -243,9 +250,12 @@ class Demo:
                 # Whoever asks from now on must not hear of it again.
                 self.judge.barred.add(found.second)
                 step.note(f"{found.first} is live again")
+                with holding("fresh events"):
+                    click.counted_again(step)
             with self.steps.step("Traffic goes on, none of it from what was rolled back"):
                 time.sleep(3.0)
                 service.check()
+        click.judged()
         found.busy = traffic.latencies
         self._stop_if_broken()
         if not self.judge.generations[found.second]:

@@ -34,6 +34,8 @@ class Findings:
     cold: Sequence[ColdStart] = ()
     quiet: Latencies = field(default_factory=Latencies)
     busy: Latencies = field(default_factory=Latencies)
+    counted_ms: float | None = None
+    """From the 202 of a click until its user's list counted it."""
 
 
 def summarize(
@@ -69,6 +71,8 @@ def summarize(
         ("rolled back", found.second),
         ("checked", f"{requests:,} requests: 0 failed, 0 mixed, 0 after the rollback"),
     ]
+    if found.counted_ms is not None:
+        told.append(("a click", f"in its user's list {found.counted_ms:.0f} ms after its 202"))
     if found.served is not None and found.offline is not None:
         for name, served, offline in (
             (f"Recall@{TOP}", found.served.recall, found.offline.recall),

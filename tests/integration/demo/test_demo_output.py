@@ -14,11 +14,12 @@ import pytest
 from rich.console import Console
 
 from infra.demo import __main__ as command
+from infra.demo.checks import Broken
 from infra.demo.dataset import synthetic
 from infra.demo.evaluate import RankingQuality
 from infra.demo.features.cold_start import ColdStart
 from infra.demo.features.profiles import profiles_of
-from infra.demo.run import Broken, Demo
+from infra.demo.run import Demo
 from infra.demo.scrape import ServiceCounts
 from infra.demo.steps import Steps
 from infra.demo.summary import Findings, invite, summarize
@@ -55,7 +56,7 @@ def the_summary(steps: Steps) -> None:
         ColdStart("unseen item", "item_similar", "previous", "defaults", f"{LONGEST}, {LONGEST}"),
         ColdStart("known user", "user_affinity", "live", "batch", f"{LONGEST} 0.99"),
     ]
-    found = Findings(GENERATION, GENERATION, quality, quality, cold, slow, slow)
+    found = Findings(GENERATION, GENERATION, quality, quality, cold, slow, slow, 123_456.7)
     counts = ServiceCounts(sum(FIGURES.values()), FIGURES, {}, 0)
     summarize(steps, found, "train-and-test-of-gowalla", counts, 12_345_678)
 

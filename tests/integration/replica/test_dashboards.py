@@ -2,16 +2,27 @@
 
 import math
 import subprocess
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 
+from cache.config.events import EventsConfig
 from infra.demo.checks import Judge
 from infra.local.service import ServiceProcess
 from precompute.canary import trial
 from precompute.config.settings import NightConfig
-from tests.integration.nights import UNTIL, build_night, build_verified, environment, publish
+from tests.integration.nights import (
+    UNTIL,
+    build_verified,
+    environment,
+    histories,
+    prepare,
+    publish,
+    publish_night,
+)
 from tests.integration.scraping import (
     BOARDS,
     Prometheus,
@@ -48,15 +59,23 @@ def later(config: NightConfig, minutes: int) -> str:
 
 
 def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str) -> None:
-    night = build_night(tmp_path / "night", redis_url, users=200, items=60)
+    night = replace(
+        prepare(tmp_path / "night", redis_url, users=200, items=60),
+        events=EventsConfig(enabled=True),
+    )
+    publish_night(night, UNTIL)
+    (tmp_path / "larder.toml").write_text(
+        "[events]\nenabled = true\n[serving.near.user_topk]\nerror = 0.5\n"
+    )
     next_, tried = build_verified(night, later(night, 30)), ""
     more = {
+        "LARDER_CONFIG": str(tmp_path / "larder.toml"),
         "LARDER_WORKERS": "2",
         "LARDER_FIGURES_S": "0.3",
         "LARDER_BREAKER_COOLDOWN_S": "0.2",
         **sampling(every_s=0.3),
     }
-    judge = Judge()
+    judge, users = Judge(), iter(sorted(histories(night)))
     with (
         ServiceProcess(tmp_path / "log", environment(night, **more)) as service,
         prometheus(tmp_path / "prometheus", [service.url]) as server,
@@ -72,6 +91,13 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
             # A history of which the model knows nothing: live has nothing to compute from.
             strange = {"entities": [{"id": "odd", "history": ["no-such-item"]}]}
             http.post("/v1/lookup/user_topk", json=strange)
+            path = f"/v1/lookup/user_topk/{quote(user := next(users), safe='')}"
+            if (
+                items := http.get(path).json().get("items")
+            ):  # none while it has more to do than it can
+                click = {"id": "click", "user": user, "item": items[0]}
+                http.post("/v1/events", json={"events": [click, click, {"id": "no-event"}]})
+                until(lambda: http.get(path).json().get("events") == 1, 2.0)
             return not without_data(server)
 
         assert until(report, 40.0, every_s=0.5), without_data(server)

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from cache.config.events import EventsConfig
+from cache.config.near import NearConfig
 from tests.certificates import Authority
 from tests.integration.nights import UNTIL, build_night, build_verified, publish
 from tests.integration.scraping import BOARDS, INFRA
@@ -35,7 +37,9 @@ async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(
 
     tls = Authority.made(tmp_path / "tls").signed("replica")
 
-    async with serving(night, tls_certificate=str(tls.certificate), tls_key=str(tls.key)) as app:
+    files = {"tls_certificate": str(tls.certificate), "tls_key": str(tls.key)}
+    more = {"events": EventsConfig(enabled=True), "near": {"user_topk": NearConfig()}}
+    async with serving(night, **files, **more) as app:
         await asyncio.to_thread(publish, night, next_)
 
         async def measured() -> bool:

@@ -14,6 +14,9 @@ from cache.config.sections import CanaryConfig
 from cache.tiers.eviction_history import Absence
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
 from serving.answers.sources import FALLBACKS, STORED, Source
+from serving.dashboard.verdict import INBOX_WARN_S, REJECTED_WARN, STREAM_WARN
+from serving.events.counts import ACCEPTED, REFUSALS, REPEATED
+from serving.events.rejections import ERASED
 from serving.metrics.miss_reasons import REASONS
 from serving.metrics.registry import OUTCOMES, STAGES
 from serving.replica.canary_stats import ARMS
@@ -40,7 +43,8 @@ VALUES: dict[str, set[str]] = {
     "role": {"live", "previous", "next", "canary"},
     "arm": {*ARMS, "pinned", "no_key", "not_held"},
     "outcome": set(OUTCOMES),
-    "reason": {*REASONS, *get_args(Absence)},
+    "reason": {*REASONS, *get_args(Absence), *REFUSALS},
+    "result": {ACCEPTED, REPEATED, ERASED},
     "rule": set(INTEGRITY | OVERRIDABLE),
     "producer": {"batch", "live"},
 }
@@ -102,6 +106,10 @@ def test_a_query_selects_and_groups_by_labels_that_its_series_have(query: str) -
     [
         ("LarderRedisHeadroom", f"> {GateThresholds().redis_headroom} * ("),
         ("LarderCanaryFallsBack", f"> {CanaryConfig().source_shift_max} + ("),
+        ("LarderEventsStreamFilling", f"> {STREAM_WARN}"),
+        ("LarderEventsInboxWaits", f"> {INBOX_WARN_S}"),
+        ("LarderEventsRejected", f"> {REJECTED_WARN}"),
+        ("LarderEventsRejected", f'{{result!~"{ACCEPTED}|{REPEATED}|{ERASED}"}}'),
         ("larder:hit_ratio:rate5m", f'{{source=~"{"|".join(STORED)}"}}'),
         ("larder:fallback_ratio:rate5m", f'{{source=~"{"|".join(FALLBACKS)}"}}'),
     ],
@@ -124,7 +132,7 @@ def test_a_legend_names_labels_that_are_left(panel: Any) -> None:
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= left
 
 
-def test_flips_canaries_missing_nights_and_erasures_have_an_alert_and_a_panel() -> None:
+def test_flips_canaries_missing_nights_erasures_and_events_have_an_alert_and_a_panel() -> None:
     alerts = " ".join(alert["expr"] for alert in ALERTS)
     panels = " ".join(target["expr"] for panel in PANELS for target in panel["targets"])
 
@@ -132,6 +140,8 @@ def test_flips_canaries_missing_nights_and_erasures_have_an_alert_and_a_panel() 
         "larder_flip_skew_seconds", "larder_warm_seconds", "larder_canary_requests_total",
         "larder_canary_answers_total", "larder_nights_missed", "larder_gate_refused",
         "larder_redis_memory_max_bytes", "larder_refreshes_total", "larder_blocklist_version",
+        "larder_events_up", "larder_events_refused_total", "larder_events_stream_bytes", "larder_events_lag_seconds",
+        "larder_events_inbox_lag_seconds", "larder_events_total", "larder_near_off",
     ):  # fmt: skip
         assert series in alerts and series in panels
 
@@ -147,7 +157,7 @@ def test_no_two_panels_lie_over_each_other(name: str) -> None:
 
 
 def test_dashboards_have_names_of_their_own_and_so_have_their_panels() -> None:
-    assert set(BOARDS) == {"serving", "night", "quality"}
+    assert set(BOARDS) == {"serving", "night", "quality", "events"}
     assert {board["uid"] for board in BOARDS.values()} == {f"larder-{name}" for name in BOARDS}
     for board in BOARDS.values():
         panels = board["panels"]

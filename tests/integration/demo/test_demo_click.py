@@ -1,0 +1,145 @@
+"""The demo's click: in the list at once, in the next night, and again after a roll back; what does not hold is told."""
+
+import asyncio
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cache.config.events import EventsConfig
+from infra.demo.checks import Broken, Judge, holding
+from infra.demo.dataset import Dataset, synthetic
+from infra.demo.fresh.click import Click
+from infra.demo.scrape import scrape
+from infra.demo.steps import Step, Steps
+from infra.demo.synthetic import World
+from precompute.config.settings import NightConfig
+from precompute.operations.train import train_reference
+from precompute.steps import take_events
+from serving.answers.sources import Source
+from serving.client import Answer, Client
+from tests.integration import nights
+from tests.integration.fleet import fleet
+from tests.polling import until
+
+WORLD = World(users=300, items=150, seed=4, drift=0.3)
+
+
+def prepared(folder: Path, redis_url: str) -> tuple[NightConfig, Dataset]:
+    """The demo's data, and a first night with events over it; the service finds its settings in a file."""
+    data = replace(synthetic(WORLD), profiles=None)
+    data.write_first(folder)
+    config = nights.prepare(folder, redis_url)
+    sources = replace(config.sources, interactions=("interactions/*.parquet",), item_features=None)
+    config = replace(config, sources=sources, events=EventsConfig(enabled=True))
+    train_reference(config)
+    (folder / "larder.toml").write_text("[events]\nenabled = true\n")
+    nights.publish_night(config, data.first_cut.isoformat())
+    return config, data
+
+
+def generation_of(url: str) -> str:
+    """The generation that a service answers from."""
+    with Client(url) as larder:
+        return larder.generations().live.generation
+
+
+@pytest.fixture
+def step() -> Step:
+    with Steps(Console(file=io.StringIO())).step("A click") as found:
+        return found
+
+
+@pytest.mark.slow
+def test_a_click_is_counted_taken_over_and_counted_again_after_a_roll_back(
+    tmp_path: Path, redis_url: str, step: Step
+) -> None:
+    config, data = prepared(tmp_path / "night", redis_url)
+    judge = Judge(histories=data.histories)
+    settings = {"LARDER_CONFIG": str(tmp_path / "night/larder.toml")}
+    with fleet(config, tmp_path / "logs", count=1, **settings) as (service,):
+        click = Click(service.url, data, judge)
+        click.send(step)
+        data.write_second(tmp_path / "night")
+        take_events.run(config)
+        second = nights.publish_night(config, data.second_cut.isoformat())
+        assert until(lambda: generation_of(service.url) == second, 20.0)
+        click.taken_over(step)
+        nights.roll_back(config)
+        assert until(lambda: generation_of(service.url) != second, 20.0)
+        click.counted_again(step)
+        click.judged()
+        counts = asyncio.run(scrape(service.url))
+
+    assert judge.violations == [] and counts.disagreements(judge.sources, judge.entities) == []
+    told = "\n".join(step.notes)
+    assert f"{click.user} clicks on {click.item}: 202" in told
+    before, after = (
+        next(each for each in step.notes if each.startswith(name)) for name in ("before", "after")
+    )
+    assert click.item in before and click.item not in after
+    for expected in ("events 1, as of", "max_events=0", "dashboard: 1 accepted, 0.0 s behind", "it has the click",
+                     "which lacks the click: events 1, and the same list"):  # fmt: skip
+        assert expected in told
+
+
+class Answered(Click):
+    """A click whose next answers a test lays down."""
+
+    def __init__(self, data: Dataset, *answers: Answer) -> None:
+        super().__init__("http://nobody", data, Judge())
+        self._answers = iter(answers)
+
+    def _ask(self, larder: Client, max_events: int | None = None) -> Answer:
+        del larder, max_events
+        return next(self._answers)
+
+
+def answer(*items: str, **more: Any) -> Answer:
+    """An answer of the night's, unless it says otherwise."""
+    fields: dict[str, Any] = {
+        "id": "u", "table": "user_topk", "source": Source.L2, "producer": "batch", "generation": "g",
+        "age_seconds": 1.0, "published_at": "2026-01-31T12:00:00Z", "items": items,
+    }  # fmt: skip
+    return Answer(**(fields | more))
+
+
+LIVE = answer("b", "c", producer="live", source=Source.LIVE, events=1)
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (answer("a", "b", producer="live", events=1), "did not take the click"),
+        (answer("b", "d"), "was answered \\('b', 'c'\\), and now is \\('b', 'd'\\)"),
+    ],
+)
+def test_a_night_that_lacks_the_click_or_answers_otherwise_breaks_the_demo(
+    now: Answer, told: str, step: Step
+) -> None:
+    click = Answered(replace(synthetic(WORLD), profiles=None), now)
+    click._live = LIVE
+
+    with pytest.raises(Broken, match=f"fresh events: .*{told}"), holding("fresh events"):
+        click.taken_over(step)
+    assert step.notes == []
+
+
+def test_a_list_that_is_only_about_right_is_not_compared(step: Step) -> None:
+    click = Answered(replace(synthetic(WORLD), profiles=None), answer("b", "d"))
+    click._live = replace(LIVE, approximate=True)
+
+    click.taken_over(step)
+
+    assert step.notes == []
+
+
+def test_who_clicks_has_nothing_else_to_come() -> None:
+    data = replace(synthetic(WORLD), profiles=None)
+    click = Answered(data)
+
+    assert click.user in data.histories
+    assert click.user not in data.arriving.users.to_pylist()
