@@ -135,7 +135,7 @@ class KilledProcesses:
     async def _into_inbox(self) -> None:
         """Writes entries, with an id until one is taken, or once without."""
         inbox = self.config.keyspace().inbox
-        client = redis.asyncio.Redis(
+        client: Any = redis.asyncio.Redis(
             port=self.events.port, protocol=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
         )
         async with client:

@@ -53,7 +53,7 @@ def looks_of(count: int) -> Any:
 
 
 def drawn(
-    world: EventWorld, rng: np.random.Generator, user: str, own: Sequence[tuple[str, int]]
+    world: EventWorld, rng: np.random.Generator, user: str, own: list[tuple[str, int]]
 ) -> list[Event]:
     """1 to 50 events: repeats of what the user had, late ones, ties, unknown items, and some that count for nothing."""
     events = []
