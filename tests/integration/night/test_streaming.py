@@ -33,7 +33,7 @@ STAGES: dict[str, tuple[Any, str]] = {
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
     folder = tmp_path_factory.mktemp("streaming")
-    return prepare(folder, redis_url, users=400, items=90, seed=5)
+    return prepare(folder, redis_url, users=160, items=90, seed=5)
 
 
 def begun(config: NightConfig) -> dict[str, Any]:

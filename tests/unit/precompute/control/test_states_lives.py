@@ -13,7 +13,19 @@ from tests.life import Bias, Broken, Life
 SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
 QUICK, STORM, BLOCK = 2_000, 100_000, 250
 LIVES_MAX = 10_000
-"""Until a planted mistake is found, from life 0 on: the same ones in every run."""
+"""Until a planted mistake is found: the same ones in every run."""
+
+FIRST = {
+    "a roll back may be forgotten": 286,
+    "a roll back may go forward": 414,
+    "canaries are not protected": 1_759,
+    "gates are not looked at": 553,
+    "old pages come back": 706,
+    "pointer is not compared": 288,
+    "refused is published": 338,
+    "retries publish again": 270,
+}
+"""Life that first showed a mistake, where that took long; the search goes on from there where it no longer does."""
 
 RARE = {"rows are not looked at"}
 """A mistake that takes thousands of lives to show."""
@@ -72,7 +84,8 @@ def test_a_life_is_the_same_whenever_its_seed_is() -> None:
 def find(name: str) -> None:
     bias = BIASES.get(name, Bias())
     with planted(name):
-        for number in range(LIVES_MAX):
+        first = FIRST.get(name, 0)
+        for number in range(first, first + LIVES_MAX):
             try:
                 Life(number, bias).run()
             except Broken:
