@@ -78,7 +78,7 @@ async def asked(running: Running, way: str, user: str, filter_: Any, k: int, **m
 async def compare(shop: Shop, way: str, count: int) -> set[str]:
     """So many random users, filters and k; how they were answered."""
     rng, users, ways = random.Random(SEED), sorted(shop.users), set()
-    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+    async with serving(shop.night, l2_deadline_ms=2_500.0, sketch_s=0.0) as running:
         for _ in range(count):
             user, filter_, k = rng.choice(users), filter_of(rng), rng.randrange(1, 51)
             items, scores, short, source = await asked(running, way, user, filter_, k)
@@ -172,7 +172,7 @@ async def test_part_of_the_previous_list_is_told_to_be_of_the_previous_generatio
         for key in client.scan_iter(f"larder:1:{shop.night.namespace}:g:{live}:user_topk:*"):
             client.delete(key)
     body = {"entities": [{"id": min(shop.users)}], "k": 30, "filter": {"==": ["brand", BRANDS[0]]}}
-    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+    async with serving(shop.night, l2_deadline_ms=2_500.0, sketch_s=0.0) as running:
 
         async def has_previous() -> bool:
             return running.service.holding().previous is not None
@@ -258,7 +258,7 @@ async def test_where_no_vector_can_be_had_a_list_answers_as_far_as_it_goes(
 
     monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
     body = {"entities": [{"id": min(shop.users)}], "k": 30, "filter": {"==": ["brand", BRANDS[0]]}}
-    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+    async with serving(shop.night, l2_deadline_ms=2_500.0, sketch_s=0.0) as running:
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
 
     assert (answer["source"], answer["reason"], answer["short"]) == ("l2", "filtered", False)
@@ -273,7 +273,7 @@ async def test_under_overload_nothing_is_searched_for(
     monkeypatch.setattr(Admission, "admit_live", lambda _self: False)
     filter_ = {"==": ["brand", BRANDS[0]]}
     body = {"entities": [{"id": min(shop.users)}], "k": 30, "filter": filter_}
-    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+    async with serving(shop.night, l2_deadline_ms=2_500.0, sketch_s=0.0) as running:
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
         (one,) = (await running.post("/v1/lookup/user_topk", body | {"k": 1}))["answers"]
 
@@ -297,7 +297,7 @@ async def test_short_means_that_fewer_pass_in_all_also_of_what_is_not_found_by_v
     left = [at for at in passing if at not in seen]
     out = [shop.ids[at] for at in left[40:]] + ["no-such-item"]
     shorts = []
-    async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
+    async with serving(shop.night, l2_deadline_ms=2_500.0, sketch_s=0.0) as running:
         for k in (40, 41):
             id_ = known if user == "known" else user
             body = {"entities": [id_], "k": k, "filter": filter_, "exclude": out}
