@@ -144,13 +144,15 @@ class NewItems:
     """New items of one generation, in the order of their positions, with vectors float32 [n, dims].
 
     Their numbers begin behind the generation's own items, at `first`: of two equal scores that of an own item comes
-    first, then the earlier one. `inputs` are what each vector was made of, and with the positions name the whole.
+    first, then the earlier one. `inputs` are what each vector was made of, and with the positions name the whole; the
+    models could make none of what is `refused`, and are not asked again.
     """
 
     first: int = 0
     items: tuple[NewItem, ...] = ()
     vectors: NDArray[np.float32] = field(default_factory=lambda: _NO_VECTORS)
     inputs: tuple[bytes, ...] = ()
+    refused: frozenset[bytes] = frozenset()
 
     def __len__(self) -> int:
         return len(self.items)

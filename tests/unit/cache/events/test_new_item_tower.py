@@ -90,7 +90,8 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
         with np.errstate(over="ignore", invalid="ignore"):
             return inputs["looks"] @ turn
 
-    told = NewItemTower(NewItemInputs((LOOKS,)), SimpleNamespace(run=run))  # type: ignore[arg-type]
+    tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
+    told = NewItemTower(NewItemInputs((LOOKS,)), tower)
     looks = rng.standard_normal((300, DIMS)).astype(np.float32)
     values: dict[bytes, dict[str, Any]] = {
         b"new-%d" % at: {"looks": row.tolist()} for at, row in enumerate(looks)
@@ -121,6 +122,34 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
     ]  # fmt: skip
     raws = [b"new-6", table.raw_id(3), b"nobody"]
     assert again.numbers_of(raws, table.ordinals_of(raws)).tolist() == [table.count + 1, 3, -1]
+
+
+def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -> None:
+    runs: list[int] = []
+
+    def run(inputs: Any) -> Any:
+        runs.append(len(inputs["category"]))
+        return np.eye(DIMS, dtype=np.float32)[inputs["category"]]  # IndexError, as ONNX Runtime's
+
+    category = InputSpec("category", "feature", "int32", column="category")
+    tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
+    told = NewItemTower(NewItemInputs((category,)), tower)
+    values = {b"new-%d" % at: {"category": 99_999 if at == 5 else at % DIMS} for at in range(40)}
+    sent = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
+
+    found = told.items(table, sent, values)
+
+    assert [each.raw for each in found.items] == [each for each in values if each != b"new-5"]
+    # What it raised on is not tried again, alone or with others.
+    runs.clear()
+    values[b"late"] = {"category": 3}
+    again = told.items(table, [*sent, NewItem(b"late", 99)], values, found)
+    assert len(again) == 40 and runs == []
+    nobody = told.items(table, sent[5:6], values, told.items(table, sent[5:6], values))
+    assert not nobody and nobody.refused
+    # Set to what the tower takes, it is an item like any other.
+    values[b"new-5"] = {"category": 5}
+    assert b"new-5" in told.items(table, sent, values, again).numbers
 
 
 def test_vectors_that_are_sent_are_taken_where_items_are_a_table_of_them(table: Any) -> None:
