@@ -148,13 +148,14 @@ class EventPredictor:
         metric = search.searcher.metric
         scorer = self.scorers.get(metric)
         if scorer is None:
-            best = merged_lists(search.lists(batch, outputs, _NOTHING), outputs, new, metric)
+            best = search.lists(batch, outputs, _NOTHING)
+            best = merged_lists(best, outputs, new, metric, found.layout)
             return self.predictor.lists(
                 table, best, fingerprints, scored_at, flags=FLAG_APPROXIMATE
             )
         gone = Histories.of([each.excluded for each in batch])
         best = scorer.top(outputs, found.layout.width, gone, threads=1)
-        best = merged_lists(best, outputs, new, metric)
+        best = merged_lists(best, outputs, new, metric, found.layout)
         return self.predictor.lists(table, best, fingerprints, scored_at)
 
     def warm(self) -> None:
@@ -253,7 +254,7 @@ class GenerationEvents:
         )  # fmt: skip
         if exact is not None:
             exact.warm()
-        tower = NewItemTower.open(manifest, root, threads=threads, cores=cores)
+        tower = NewItemTower.open(manifest, root, items, threads=threads, cores=cores)
         return replace(self, predictor=exact, item_tower=tower)
 
     @property

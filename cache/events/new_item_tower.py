@@ -1,7 +1,7 @@
 """Vectors of new items, from what a generation's models take of an item that no night has seen. Thread-safe."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -29,6 +29,8 @@ OUTPUT_MAX: Final = 65_504.0
 any precision."""
 
 _AT_ONCE: Final = 256
+_LOOKED_AT: Final = 64
+"""Own items whose vectors tell if there is a bound: to read those of all would take long."""
 _FIXED: Final = (
     "the item tower of the live generation takes an item's index, so its items are those of the bundle: train or "
     "import the bundle anew with the item, or let a tower compute its vector from features"
@@ -49,10 +51,14 @@ class FixedItems(UnfitNewItem):
 
 @dataclass(frozen=True, slots=True)
 class NewItemInputs:
-    """Input that makes an item answerable: `features` of the item tower, a vector of `dims` numbers, or neither."""
+    """Input that makes an item answerable: `features` of the item tower, a vector of `dims` numbers, or neither.
+
+    `most` is the largest number that its vector may have.
+    """
 
     features: tuple[InputSpec, ...] = ()
     dims: int = 0
+    most: float = OUTPUT_MAX
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
@@ -84,6 +90,12 @@ class NewItemInputs:
             if len(event.vector) != self.dims:
                 raise UnfitNewItem(
                     f"items of the live generation have vectors of {self.dims} numbers, not {len(event.vector)}",
+                    field="vector",
+                )
+            if not (largest := max(map(abs, event.vector))) <= self.most:
+                raise UnfitNewItem(
+                    f"its vector has a number of {largest:g}, {self.most:,.0f} at most is allowed: lists in which it "
+                    "stood would keep no precision for other scores",
                     field="vector",
                 )
         else:
@@ -119,9 +131,16 @@ class NewItemTower:
     tower: AnyTower | None = None
 
     @classmethod
-    def open(cls, manifest: Manifest, root: Path, *, threads: int, cores: Sequence[int]) -> Self:
-        """Opens the item tower in fp32 where items are made of features."""
+    def open(
+        cls, manifest: Manifest, root: Path, items: ItemTable, *, threads: int, cores: Sequence[int]
+    ) -> Self:
+        """Opens the item tower in fp32 where items are made of features; `items` are the generation's own.
+
+        Where theirs go beyond OUTPUT_MAX vectors are not bounded, as the night bounds none then.
+        """
         inputs = NewItemInputs.of(manifest)
+        if np.abs(items.vectors[:_LOOKED_AT]).max(initial=0) > OUTPUT_MAX:
+            inputs = replace(inputs, most=np.inf)
         if not inputs.features:
             return cls(inputs)
         model = manifest.models[ITEM_TOWER]
@@ -154,7 +173,7 @@ class NewItemTower:
             held |= {given: vector for (given, _), vector in zip(some, made, strict=True)}
         asked = {given for _, given, _ in usable}
         refused = frozenset(
-            given for given in asked if given not in held or not np.isfinite(held[given]).all()
+            each for each in asked if each not in held or not self._fits(held[each])
         )
         usable = [each for each in usable if each[1] not in refused]
         if not usable:
@@ -165,6 +184,9 @@ class NewItemTower:
         return NewItems(
             table.count, items, vectors, tuple(given for _, given, _ in usable), refused
         )
+
+    def _fits(self, vector: NDArray[np.float32]) -> bool:
+        return bool(np.isfinite(vector).all() and np.abs(vector).max(initial=0) <= self.inputs.most)
 
     def _input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
         """(what names the input, the input itself), the first empty where the models cannot take it."""

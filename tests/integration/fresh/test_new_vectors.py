@@ -56,8 +56,9 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
         refused = await send(app, [
             {"id": "1", "item": "new-9", "vector": [1.0]},
             {"id": "2", "item": "new-9", "features": {"category": "x"}},
+            {"id": "3", "item": "new-9", "vector": [1e13] * DIMS},
         ])  # fmt: skip
-        assert [each["reason"] for each in refused["rejected"]] == ["unfit_item"] * 2
+        assert [each["reason"] for each in refused["rejected"]] == ["unfit_item"] * 3
         assert "12 numbers, not 1" in refused["rejected"][0]["detail"]
         assert (await send(app, new))["accepted"] == 4
         await until(app, lambda live: len(live.new_items) == 4)

@@ -1,6 +1,8 @@
 """New items become vectors as a night makes them of all items; what the models cannot take is refused in words."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from cache.events.attribute_events import VALUES_MAX
 from cache.events.event import Event
 from cache.events.new_item_tower import (
     ITEM_VECTORS,
+    OUTPUT_MAX,
     FixedItems,
     NewItemInputs,
     NewItemTower,
@@ -55,6 +58,10 @@ LONG = {"looks": (0.5,) * DIMS}
         (
             manifest(INDEX, **{ITEM_VECTORS: True}), brings(vector=(1.0, 2.0)),
             "unfit_item", "vector", "vectors of 4 numbers, not 2",
+        ),
+        (
+            manifest(INDEX, **{ITEM_VECTORS: True}), brings(vector=(1.0, -1e13, 0.0, 0.0)),
+            "unfit_item", "vector", r"a number of 1e\+13, 65,504 at most",
         ),
         (
             manifest(INDEX, **{ITEM_VECTORS: True}), brings(features=LONG),
@@ -162,3 +169,20 @@ def test_vectors_that_are_sent_are_taken_where_items_are_a_table_of_them(table: 
     assert [each.raw for each in found.items] == [b"new-0", b"new-2"]
     assert found.vectors.tolist() == [[1, 2], [4, 5]] and not found.vectors.flags.writeable
     assert not NewItemTower(NewItemInputs()).items(table, sent, {})
+
+
+def test_vectors_are_bounded_unless_those_of_the_generation_are_not(
+    table: Any, tmp_path: Path
+) -> None:
+    sent = [
+        NewItem(b"new-%d" % at, at + 1, np.full(4, size, np.float32))
+        for at, size in enumerate([OUTPUT_MAX, -65_505, 1e30])
+    ]
+    of = manifest(INDEX, **{ITEM_VECTORS: True})
+    for size, fit in ((1.0, 1), (1e5, 3)):
+        own: Any = SimpleNamespace(vectors=np.full((3, 4), size, np.float32))
+        told = NewItemTower.open(of, tmp_path, own, threads=1, cores=())
+        assert len(told.items(table, sent, {})) == fit
+        huge = brings(vector=(1e30,) * 4)
+        with pytest.raises(UnfitNewItem) if fit == 1 else nullcontext():
+            told.inputs.check(huge)
