@@ -153,6 +153,47 @@ async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists
     ]
 
 
+async def test_a_new_item_in_a_full_history_takes_the_place_that_the_next_night_gives_it(
+    config: NightConfig,
+) -> None:
+    # Histories this short are not int8's.
+    gates = replace(config.gates, skew_overlap=0.0, skew_cosine=0.0)
+    config = replace(config, history_limit=4, gates=gates)
+    publish_night(config, FIRST)
+    had = histories(config, FIRST)
+    users = [each for each in sorted(had) if len(had[each]) > 5][:10]
+    clicks = [{"id": f"c{at}", "user": user, "item": "new-0"} for at, user in enumerate(users)]
+    tables = ("user_topk", "user_vector")
+    async with serving(config, events=config.events, precision="fp32") as app:
+
+        async def answers(table: str) -> list[dict[str, Any]]:
+            found = await app.post(f"/v1/lookup/{table}", {"entities": users})
+            told: list[dict[str, Any]] = found["answers"]
+            return told
+
+        await send(app, clicks)
+
+        async def all_count() -> bool:
+            return all("events" in each for each in await answers("user_vector"))
+
+        assert await eventually(all_count)
+        unheard = await answers("user_vector")
+        await send(app, brought(2))
+        await until(app, lambda live: len(live.new_items) == 2)
+        day = {each: await answers(each) for each in tables}
+        take_events.run(config)
+        second = publish_night(config, SECOND)
+        await until(app, lambda live: live.generation == second)
+        night = {each: await answers(each) for each in tables}
+
+    for before, ours, theirs in zip(unheard, day["user_vector"], night["user_vector"], strict=True):
+        assert ours["producer"] == "live" and theirs["producer"] == "batch"
+        assert ours["vector"] == theirs["vector"] != before["vector"]
+    for ours, theirs in zip(day["user_topk"], night["user_topk"], strict=True):
+        assert "approximate" not in ours and "new-0" not in ours["items"]
+        assert ours["items"] == theirs["items"] and ours["scores"] == theirs["scores"]
+
+
 async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
     publish_night(config, FIRST)
     user = min(histories(config, FIRST))
