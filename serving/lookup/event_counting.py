@@ -19,7 +19,8 @@ def new_items_of(snapshot: Snapshot, case: Case) -> NewItemsOf:
     if not case.new_items:
         return NO_NEW
     raws = list(case.entity.history or ())
-    if case.counted is not None:
+    # Whoever settles leaves them out at the answer: the record is everybody's who sends this input.
+    if case.counted is not None and not case.is_settled:
         raws += case.counted.items
     gone = {case.new_items.numbers.get(raw, -1) for raw in raws} | snapshot.blocked
     return NewItemsOf(case.new_items, frozenset(gone), case.of_the_night.fingerprint)
