@@ -211,6 +211,11 @@ class Shelf:
                 self._metrics.set_by_events(taking.counts[held.live.generation])
                 return
 
+    def look_again(self) -> None:
+        """Has `take_values` look at all values anew: older ones than those that were looked at came to be here."""
+        if self.holding is not None:
+            self.holding = self.holding.each(lambda each: each.lacking_values())
+
     def _taking(self, snapshots: Iterable[Snapshot]) -> SnapshotUpdate:
         behind = [each for each in snapshots if self._is_behind(each)]
         newer = [NewerOfItems.of(self.attributes, self.new_items, each) for each in behind]

@@ -154,6 +154,10 @@ class Snapshot:
         """Snapshot of this generation whose filters know what events set up to a position."""
         return self._alike(filtering=filtering, values_until=values_until)
 
+    def lacking_values(self) -> Self:
+        """Snapshot of this generation that is yet to know what events set behind the night's position."""
+        return self._alike(values_until=_until(self.manifest))
+
     def _alike(self, **changed: Any) -> Self:
         found = dataclasses.replace(self, **changed)
         # Events set values all day: answers that depend on none stay what they are.

@@ -323,6 +323,29 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
         assert "import the bundle anew with the item" in told["rejected"][0]["detail"]
 
 
+async def test_of_a_blocked_item_no_value_stays_or_comes_whoever_brought_it(
+    stream: Stream,
+) -> None:
+    stream.hold(BEGINNING)
+    stream.accept(Event("n1", 0, item=b"known", attributes={"price": 3}))
+    stream.accept(Event("n2", 0, item=b"other", attributes={"price": 5}))
+    await stream.steps()
+    held = stream.newer.values
+    assert held.all_values("item", 0).keys() == {b"known", b"other"}
+
+    stream.shelf.blocklist = Blocklist(1, items=frozenset([b"known"]))
+    stream.accept(Event("n3", 0, item=b"known", features={"looks": [1.0]}))
+    stream.accept(Event("n4", 0, item=b"other", attributes={"stock": True}))
+    await stream.steps()
+    assert held.all_values("item", 0) == {b"other": {"price": 5, "stock": True}}
+    assert len(stream.newer.items) == 0 and stream.looks == 0
+
+    stream.shelf.blocklist = Blocklist(2)
+    await stream.steps()
+    assert held.all_values("item", 0)[b"known"] == {"price": 3, "looks": [1.0]}
+    assert stream.looks == 1
+
+
 async def test_a_blocked_item_is_forgotten_and_read_again(stream: Stream) -> None:
     stream.hold(BEGINNING)
     for at in range(3):

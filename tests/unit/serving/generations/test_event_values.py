@@ -115,6 +115,22 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
     assert (await scene.shelf.open(A)).generation == A
 
 
+async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
+    scene: Scene,
+) -> None:
+    await scene.publish(pointer(A, 1))
+    told(scene, 150, "i3", stock=False)
+    await scene.shelf.take_values()
+    again = AttributeEvents()
+    again.add(Position(120, 0), Event("e120", 0, None, b"i4", attributes={"stock": False}))
+    scene.shelf.attributes.put_before(again)
+
+    scene.shelf.look_again()
+    await scene.shelf.take_values()
+
+    assert out_of_stock(scene.shelf.live) == {"i3", "i4"}
+
+
 async def test_what_is_opened_later_knows_them_at_once(scene: Scene) -> None:
     told(scene, 150, "i3", stock=False)
     told(scene, 250, "i5", stock=False)
