@@ -24,6 +24,7 @@ from serving.lookup.answer_builder import Turn
 from serving.lookup.entity import cases_of
 from serving.lookup.event_counting import count_newer
 from serving.requests.models import RequestOptions
+from serving.usage.answer_sampling import Picks
 from tests.unit.serving.world import ITEMS, SCORED_AT, World, ask, entity, ids
 
 
@@ -74,6 +75,23 @@ async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_other
 
     (job,) = world.jobs
     assert job.newer is None and job.new.gone - {-1} == {len(ITEMS) + 1}
+
+
+async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
+    world: World,
+) -> None:
+    snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0"))
+    picks = world.ladder.watch.picks = Picks(1_000)
+
+    sent = entity("stranger", history=ids("i1"))
+    sources = []
+    for each in (entity("u1"), sent, sent):
+        (answer,) = await world.ladder.lookup(Holding(snapshot), ask(each), monotonic())
+        sources.append(answer["source"])
+
+    assert sources == ["l2", "live", "l1"]
+    pick = picks.next()
+    assert pick is not None and pick.raw == b"u1" and picks.next() is None
 
 
 def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: World) -> None:
