@@ -126,6 +126,10 @@ class AttributeEvents:
         held = self._items
         return ValuesOfItems(number, {raw: held[raw] for raw in items if raw in held})
 
+    def items_among(self, items: frozenset[bytes]) -> set[bytes]:
+        """Items among these that have values."""
+        return self._items.keys() & items
+
     def newest_of_user(self, user: bytes) -> int:
         """Number of the newest position that set a value of the user; 0 for none."""
         packed = self._users.get(user)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cache.errors import InvalidInput
 from cache.events.history import TimedItems, merge
 from cache.events.new_item_tower import NewItemInputs, NewItemTower
-from cache.events.new_items import NewItemsOf, merged_lists
+from cache.events.new_items import NO_NEW_ITEMS, NewItems, NewItemsOf, merged_lists
 from cache.events.position import Position
 from cache.events.seen import SeenItems, UserInput
 from cache.events.user_events import UserEvent
@@ -41,13 +41,14 @@ class EventInput(NamedTuple):
     """Newer events of a user, and where the night's input of the user lies in its directory; -1: it has none.
 
     `sent` is what a caller sent of somebody whom the night does not know: it comes before the events. `values` are
-    attributes that events set for the user.
+    attributes that events set for the user. Items of events that are among the `new_items` count as in the next night.
     """
 
     position: int
     events: tuple[UserEvent, ...]
     sent: LiveInput | None = None
     values: Mapping[str, Any] = MappingProxyType({})
+    new_items: NewItems = NO_NEW_ITEMS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,23 +108,30 @@ class EventPredictor:
     ) -> list[Prepared | InvalidInput | None]:
         """Prepares many inputs at once; None for one that is not enough for the table's model."""
         events = [event for each in inputs for event in each.events]
-        ordinals = self.items.ordinals_of([event.item for event in events])
+        raws = [event.item for event in events]
+        ordinals, count = self.items.ordinals_of(raws), self.items.count
         times = np.array([event.at_us for event in events], np.int64)
         ends = list(accumulate((len(each.events) for each in inputs), initial=0))
-        newer = [TimedItems(ordinals[start:end], times[start:end]) for start, end in pairwise(ends)]
+        newer = [
+            TimedItems(
+                each.new_items.numbers_of(raws[start:end], ordinals[start:end]), times[start:end]
+            )
+            for each, (start, end) in zip(inputs, pairwise(ends), strict=True)
+        ]
         bases = [self._base(each) for each in inputs]
         merged = merge(
             [TimedItems(each.items, each.times) for each in bases], newer, self.history_limit
         )
-        indices = self.items.to_model(
-            Ordinals(np.concatenate([_NOTHING, *(each.newest for each in merged)]))
-        )
+        newest = np.concatenate([_NOTHING, *(each.newest for each in merged)])
+        # A new item takes its place among the newest, and the model knows none: as where the next night has it.
+        indices = self.items.to_model(Ordinals(np.where(newest < count, newest, -1)))
         found: list[Prepared | InvalidInput | None] = []
         end = 0
         for each, base, history in zip(inputs, bases, merged, strict=True):
             start, end = end, end + len(history.newest)
             try:
-                found.append(self._prepared(table, each, base, indices[start:end], history.had))
+                had = history.had[history.had < count]
+                found.append(self._prepared(table, each, base, indices[start:end], had))
             except InvalidInput as error:
                 found.append(error.with_traceback(None))  # which holds this list, and so itself
         return found
@@ -148,13 +156,14 @@ class EventPredictor:
         metric = search.searcher.metric
         scorer = self.scorers.get(metric)
         if scorer is None:
-            best = merged_lists(search.lists(batch, outputs, _NOTHING), outputs, new, metric)
+            best = search.lists(batch, outputs, _NOTHING)
+            best = merged_lists(best, outputs, new, metric, found.layout)
             return self.predictor.lists(
                 table, best, fingerprints, scored_at, flags=FLAG_APPROXIMATE
             )
         gone = Histories.of([each.excluded for each in batch])
         best = scorer.top(outputs, found.layout.width, gone, threads=1)
-        best = merged_lists(best, outputs, new, metric)
+        best = merged_lists(best, outputs, new, metric, found.layout)
         return self.predictor.lists(table, best, fingerprints, scored_at)
 
     def warm(self) -> None:
@@ -253,7 +262,7 @@ class GenerationEvents:
         )  # fmt: skip
         if exact is not None:
             exact.warm()
-        tower = NewItemTower.open(manifest, root, threads=threads, cores=cores)
+        tower = NewItemTower.open(manifest, root, items, threads=threads, cores=cores)
         return replace(self, predictor=exact, item_tower=tower)
 
     @property

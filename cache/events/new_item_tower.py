@@ -1,7 +1,7 @@
 """Vectors of new items, from what a generation's models take of an item that no night has seen. Thread-safe."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -17,14 +17,20 @@ from cache.events.user_features import features_with
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
 from cache.model.feature_checks import check_features, stack_features
-from cache.model.tower import Tower
+from cache.model.tower import AnyTower, Tower, run_apart
 from cache.model.tower_spec import InputSpec, TowerSpec
 
 ITEM_TOWER: Final = "item_tower"
 ITEM_VECTORS: Final = "item_vectors"
 """Fact of a manifest: its items are a table of vectors beside the bundle, which takes a row for each new item."""
 
+OUTPUT_MAX: Final = 65_504.0
+"""Largest number of an item's vector that an event brought or made: scores far beyond all others would leave no list
+any precision."""
+
 _AT_ONCE: Final = 256
+_LOOKED_AT: Final = 64
+"""Own items whose vectors tell if there is a bound: to read those of all would take long."""
 _FIXED: Final = (
     "the item tower of the live generation takes an item's index, so its items are those of the bundle: train or "
     "import the bundle anew with the item, or let a tower compute its vector from features"
@@ -45,10 +51,14 @@ class FixedItems(UnfitNewItem):
 
 @dataclass(frozen=True, slots=True)
 class NewItemInputs:
-    """Input that makes an item answerable: `features` of the item tower, a vector of `dims` numbers, or neither."""
+    """Input that makes an item answerable: `features` of the item tower, a vector of `dims` numbers, or neither.
+
+    `most` is the largest number that its vector may have.
+    """
 
     features: tuple[InputSpec, ...] = ()
     dims: int = 0
+    most: float = OUTPUT_MAX
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
@@ -82,6 +92,12 @@ class NewItemInputs:
                     f"items of the live generation have vectors of {self.dims} numbers, not {len(event.vector)}",
                     field="vector",
                 )
+            if not (largest := max(map(abs, event.vector))) <= self.most:
+                raise UnfitNewItem(
+                    f"its vector has a number of {largest:g}, {self.most:,.0f} at most is allowed: lists in which it "
+                    "stood would keep no precision for other scores",
+                    field="vector",
+                )
         else:
             raise FixedItems(_FIXED, field="vector" if event.features is None else "features")
 
@@ -112,12 +128,19 @@ class NewItemTower:
     """Tower that makes vectors of new items as the night makes those of all, or none where these come with theirs."""
 
     inputs: NewItemInputs
-    tower: Tower | None = None
+    tower: AnyTower | None = None
 
     @classmethod
-    def open(cls, manifest: Manifest, root: Path, *, threads: int, cores: Sequence[int]) -> Self:
-        """Opens the item tower in fp32 where items are made of features."""
+    def open(
+        cls, manifest: Manifest, root: Path, items: ItemTable, *, threads: int, cores: Sequence[int]
+    ) -> Self:
+        """Opens the item tower in fp32 where items are made of features; `items` are the generation's own.
+
+        Where theirs go beyond OUTPUT_MAX vectors are not bounded, as the night bounds none then.
+        """
         inputs = NewItemInputs.of(manifest)
+        if np.abs(items.vectors[:_LOOKED_AT]).max(initial=0) > OUTPUT_MAX:
+            inputs = replace(inputs, most=np.inf)
         if not inputs.features:
             return cls(inputs)
         model = manifest.models[ITEM_TOWER]
@@ -134,25 +157,36 @@ class NewItemTower:
     ) -> NewItems:
         """Those of `sent` that the generation does not know, and that its models can take.
 
-        `values` are what events set for each, by column. Vectors of `before` whose inputs are the same stay.
+        `values` are what events set for each, by column. Vectors of `before` whose inputs are the same stay. Anybody
+        sends events: an item that the tower raises on costs the others nothing.
         """
         known = table.ordinals_of([each.raw for each in sent]) >= 0
         new = [each for each, is_known in zip(sent, known.tolist(), strict=True) if not is_known]
         found = [(each, *self._input(each, values.get(each.raw, {}))) for each in new]
         usable = [(item, given, row) for item, given, row in found if given]
         held = dict(zip(before.inputs, before.vectors, strict=True))
-        fresh = list({given: row for _, given, row in usable if given not in held}.items())
+        done = held.keys() | before.refused
+        fresh = list({given: row for _, given, row in usable if given not in done}.items())
         for start in range(0, len(fresh), _AT_ONCE):
             some = fresh[start : start + _AT_ONCE]
             made = self._vectors([row for _, row in some])
             held |= {given: vector for (given, _), vector in zip(some, made, strict=True)}
-        usable = [each for each in usable if np.isfinite(held[each[1]]).all()]
+        asked = {given for _, given, _ in usable}
+        refused = frozenset(
+            each for each in asked if each not in held or not self._fits(held[each])
+        )
+        usable = [each for each in usable if each[1] not in refused]
         if not usable:
-            return NO_NEW_ITEMS
+            return NewItems(table.count, refused=refused)
         vectors = np.ascontiguousarray([held[given] for _, given, _ in usable], np.float32)
         vectors.flags.writeable = False
         items = tuple(item for item, _, _ in usable)
-        return NewItems(table.count, items, vectors, tuple(given for _, given, _ in usable))
+        return NewItems(
+            table.count, items, vectors, tuple(given for _, given, _ in usable), refused
+        )
+
+    def _fits(self, vector: NDArray[np.float32]) -> bool:
+        return bool(np.isfinite(vector).all() and np.abs(vector).max(initial=0) <= self.inputs.most)
 
     def _input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
         """(what names the input, the input itself), the first empty where the models cannot take it."""
@@ -169,7 +203,8 @@ class NewItemTower:
         if self.tower is None:
             return np.array(rows, np.float32)
         checked = [check_features(self.inputs.features, each) for each in rows]
-        return self.tower.run({
+        made, _ = run_apart(self.tower, {
             each.name: stack_features(each, [row[each.name] for row in checked])
             for each in self.inputs.features
         })  # fmt: skip
+        return made

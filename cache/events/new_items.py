@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from cache.events.event import Event
 from cache.events.position import Position
 from cache.format.item_table import ItemTable
-from cache.format.records.layout import NO_ITEM
+from cache.format.records.layout import NO_ITEM, Layout
+from cache.format.records.quantization import unfit
 from cache.model.ranking import Metric, score
 
 Ranked = tuple[NDArray[np.uint32], NDArray[np.float32]]
@@ -144,13 +145,15 @@ class NewItems:
     """New items of one generation, in the order of their positions, with vectors float32 [n, dims].
 
     Their numbers begin behind the generation's own items, at `first`: of two equal scores that of an own item comes
-    first, then the earlier one. `inputs` are what each vector was made of, and with the positions name the whole.
+    first, then the earlier one. `inputs` are what each vector was made of, and with the positions name the whole; the
+    models could make none of what is `refused`, and are not asked again.
     """
 
     first: int = 0
     items: tuple[NewItem, ...] = ()
     vectors: NDArray[np.float32] = field(default_factory=lambda: _NO_VECTORS)
     inputs: tuple[bytes, ...] = ()
+    refused: frozenset[bytes] = frozenset()
 
     def __len__(self) -> int:
         return len(self.items)
@@ -241,13 +244,22 @@ NO_NEW: Final = NewItemsOf()
 
 
 def merged_lists(
-    best: Ranked, vectors: NDArray[np.float32], new: Sequence[NewItemsOf], metric: Metric
+    best: Ranked,
+    vectors: NDArray[np.float32],
+    new: Sequence[NewItemsOf],
+    metric: Metric,
+    layout: Layout,
 ) -> Ranked:
-    """Lists with the new items of each row among them; the lists that come in stay as they are."""
+    """Lists with the new items of each row among them; the lists that come in stay as they are.
+
+    So does a row whose scores a record of this layout would not hold with them: anybody sends events.
+    """
     if not any(len(each.items) for each in new):
         return best
     found = best[0].copy(), best[1].copy()
     for row, (items, gone, _) in enumerate(new):
         if len(items):
             items.merged(found, row, vectors[row], gone, metric)
+    bad = unfit(layout, found[1])
+    found[0][bad], found[1][bad] = best[0][bad], best[1][bad]
     return found

@@ -4,17 +4,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import BundleError
 from cache.model.runtime import ort
-from cache.model.tower_spec import TowerSpec
+from cache.model.tower_spec import TowerSpec, check_fits
 
-_ONNX_TYPES = {"int32": "int32", "int64": "int64", "float32": "float", "string": "string"}
-_SHORTEST_BUCKET = 16
 _TILE_NUMBERS = 1 << 21
 """Gathered numbers (rows x padded length x dims) per run: 8 MB stay in the caches, and memory stays bounded."""
 _TILE_ROWS = 4096
@@ -102,7 +100,7 @@ class Tower:
             raise BundleError(
                 f"{path.name} is not a model that ONNX Runtime opens: {error}"
             ) from error
-        return cls(session, spec, _check(path.name, session, spec))
+        return cls(session, spec, check_fits(path.name, session, spec))
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
         """Outputs float32 [n, output_dims].
@@ -221,76 +219,31 @@ def rows_taken(inputs: Inputs, rows: NDArray[np.int64]) -> Inputs:
     }
 
 
-def buckets_up_to(max_length: int) -> tuple[int, ...]:
-    """Padded lengths: powers of two from 16, ending with `max_length` itself."""
-    lengths = []
-    length = _SHORTEST_BUCKET
-    while length < max_length:
-        lengths.append(length)
-        length *= 2
-    return (*lengths, max_length)
+class AnyTower(Protocol):
+    """A model with its inputs bound by name."""
+
+    spec: TowerSpec
+
+    def run(self, inputs: Inputs) -> NDArray[np.float32]:
+        """Outputs float32 [n, output_dims]."""
 
 
-def _check(file: str, session: ort.InferenceSession, spec: TowerSpec) -> tuple[int, ...]:
-    found = {each.name: each for each in session.get_inputs()}
-    wanted = {each.name: each for each in spec.inputs}
-    if not wanted or found.keys() != wanted.keys():
-        raise BundleError(
-            f"{file} has the inputs {sorted(found)}, the specification binds {sorted(wanted)}",
-            onnx=sorted(found),
-            specification=sorted(wanted),
-        )
-    if sum(each.bind == "history" for each in spec.inputs) > 1:
-        raise BundleError(f"{file}: a tower has one history input at most")
-    buckets: tuple[int, ...] = ()
-    for name, each in wanted.items():
-        onnx_type, shape = found[name].type, list(found[name].shape)
-        if onnx_type != f"tensor({_ONNX_TYPES[each.dtype]})":
-            raise BundleError(
-                f"{file}: input {name!r} is {onnx_type} in the model, {each.dtype} in the specification",
-                input=name,
-            )
-        inner: list[int | None] = (
-            [None] if each.bind == "history" else [each.width] if each.width else []
-        )
-        if len(shape) != 1 + len(inner) or isinstance(shape[0], int):
-            raise BundleError(
-                f"{file}: input {name!r} has shape {shape} in the model; the specification "
-                f"({each.bind}) needs [rows, any number of them{', ...' if inner else ''}]",
-                input=name,
-            )
-        if inner and inner[0] and isinstance(shape[1], int) and shape[1] != inner[0]:
-            raise BundleError(
-                f"{file}: input {name!r} has width {shape[1]} in the model, {inner[0]} in the specification",
-                input=name,
-            )
-        if each.bind == "history":
-            fixed = shape[1] if isinstance(shape[1], int) else None
-            if fixed is not None and fixed != each.max_length:
-                raise BundleError(
-                    f"{file}: input {name!r} has length {fixed} in the model, max_length "
-                    f"{each.max_length} in the specification",
-                    input=name,
-                )
-            buckets = (fixed,) if fixed is not None else buckets_up_to(each.max_length or 1)
-    _check_output(file, session, spec)
-    return buckets
+def run_apart(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """(outputs float32 [n, output_dims], mask of the rows on which the model raises): those rows are NaN.
 
-
-def _check_output(file: str, session: ort.InferenceSession, spec: TowerSpec) -> None:
-    outputs = {each.name: each for each in session.get_outputs()}
-    if spec.output not in outputs:
-        raise BundleError(
-            f"{file} has the outputs {sorted(outputs)}, the specification wants {spec.output!r}",
-            onnx=sorted(outputs),
-            specification=spec.output,
-        )
-    output = outputs[spec.output]
-    shape = list(output.shape)
-    dims = shape[1] if len(shape) == 2 and isinstance(shape[1], int) else spec.output_dims
-    if output.type != "tensor(float)" or len(shape) != 2 or dims != spec.output_dims:
-        raise BundleError(
-            f"{file}: output {spec.output!r} is {output.type} {shape} in the model, the specification "
-            f"says float32 [rows, {spec.output_dims}]",
-            output=spec.output,
-        )
+    Rows that raise cost the others nothing but runs: halves are tried until each of them is alone.
+    """
+    count = rows_of(inputs)
+    found = np.full((count, tower.spec.output_dims), np.nan, np.float32)
+    raised = np.zeros(count, np.bool_)
+    left = [np.arange(count)] if count else []
+    while left:
+        rows = left.pop()
+        try:
+            found[rows] = tower.run(rows_taken(inputs, rows))
+        except Exception:  # ONNX Runtime's errors share no base class of their own
+            if len(rows) == 1:
+                raised[rows] = True
+            else:
+                left += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
+    return found, raised

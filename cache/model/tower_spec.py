@@ -1,4 +1,4 @@
-"""Specification of a tower: its inputs, each bound by name to what fills it, and its output."""
+"""Specification of a tower: its inputs, each bound by name to what fills it, and its output; whether a model fits."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -8,6 +8,9 @@ from cache.errors import BundleError
 
 Bind = Literal["history", "item_index", "feature"]
 Dtype = Literal["int32", "int64", "float32", "string"]
+
+_ONNX_TYPES = {"int32": "int32", "int64": "int64", "float32": "float", "string": "string"}
+_SHORTEST_BUCKET = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +73,79 @@ class TowerSpec:
             return cls(inputs, str(data["output"]), int(data["output_dims"]))
         except (KeyError, TypeError, ValueError) as error:
             raise BundleError(f"not a tower specification: {error}") from error
+
+
+def buckets_up_to(max_length: int) -> tuple[int, ...]:
+    """Padded lengths: powers of two from 16, ending with `max_length` itself."""
+    lengths = []
+    length = _SHORTEST_BUCKET
+    while length < max_length:
+        lengths.append(length)
+        length *= 2
+    return (*lengths, max_length)
+
+
+def check_fits(file: str, session: Any, spec: TowerSpec) -> tuple[int, ...]:
+    """Padded lengths of histories in an ONNX session; raises BundleError naming both sides where it does not fit."""
+    found = {each.name: each for each in session.get_inputs()}
+    wanted = {each.name: each for each in spec.inputs}
+    if not wanted or found.keys() != wanted.keys():
+        raise BundleError(
+            f"{file} has the inputs {sorted(found)}, the specification binds {sorted(wanted)}",
+            onnx=sorted(found),
+            specification=sorted(wanted),
+        )
+    if sum(each.bind == "history" for each in spec.inputs) > 1:
+        raise BundleError(f"{file}: a tower has one history input at most")
+    buckets: tuple[int, ...] = ()
+    for name, each in wanted.items():
+        onnx_type, shape = found[name].type, list(found[name].shape)
+        if onnx_type != f"tensor({_ONNX_TYPES[each.dtype]})":
+            raise BundleError(
+                f"{file}: input {name!r} is {onnx_type} in the model, {each.dtype} in the specification",
+                input=name,
+            )
+        inner: list[int | None] = (
+            [None] if each.bind == "history" else [each.width] if each.width else []
+        )
+        if len(shape) != 1 + len(inner) or isinstance(shape[0], int):
+            raise BundleError(
+                f"{file}: input {name!r} has shape {shape} in the model; the specification "
+                f"({each.bind}) needs [rows, any number of them{', ...' if inner else ''}]",
+                input=name,
+            )
+        if inner and inner[0] and isinstance(shape[1], int) and shape[1] != inner[0]:
+            raise BundleError(
+                f"{file}: input {name!r} has width {shape[1]} in the model, {inner[0]} in the specification",
+                input=name,
+            )
+        if each.bind == "history":
+            fixed = shape[1] if isinstance(shape[1], int) else None
+            if fixed is not None and fixed != each.max_length:
+                raise BundleError(
+                    f"{file}: input {name!r} has length {fixed} in the model, max_length "
+                    f"{each.max_length} in the specification",
+                    input=name,
+                )
+            buckets = (fixed,) if fixed is not None else buckets_up_to(each.max_length or 1)
+    _check_output(file, session, spec)
+    return buckets
+
+
+def _check_output(file: str, session: Any, spec: TowerSpec) -> None:
+    outputs = {each.name: each for each in session.get_outputs()}
+    if spec.output not in outputs:
+        raise BundleError(
+            f"{file} has the outputs {sorted(outputs)}, the specification wants {spec.output!r}",
+            onnx=sorted(outputs),
+            specification=spec.output,
+        )
+    output = outputs[spec.output]
+    shape = list(output.shape)
+    dims = shape[1] if len(shape) == 2 and isinstance(shape[1], int) else spec.output_dims
+    if output.type != "tensor(float)" or len(shape) != 2 or dims != spec.output_dims:
+        raise BundleError(
+            f"{file}: output {spec.output!r} is {output.type} {shape} in the model, the specification "
+            f"says float32 [rows, {spec.output_dims}]",
+            output=spec.output,
+        )

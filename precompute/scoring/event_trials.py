@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from cache.events.new_item_tower import OUTPUT_MAX
 from cache.format.records.layout import Layout
 from cache.format.records.quantization import unfit
-from cache.model.tower import Histories, Tower
+from cache.model.tower import Histories, Tower, run_apart
 from cache.process.host import usable_cores
 from precompute.builds.tables import layout_of, producer_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
@@ -21,7 +22,6 @@ from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import Erased
 from precompute.partitions.catalogue import feature_inputs
 from precompute.scoring.inputs import bind
-from precompute.scoring.towers import run_apart
 from precompute.sources.columns import Bad, Ids
 from precompute.sources.event_values import (
     EntityValues,
@@ -36,11 +36,12 @@ from precompute.sources.files import SourceFile, feature_file
 from precompute.sources.readers import read_features
 from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, Unusable
 
+__all__ = [
+    "AT_ONCE", "BEYOND", "OUTPUT_MAX", "RAISES", "UNFIT", "NightValues", "run_apart", "values_of_night",
+]  # fmt: skip
+
 AT_ONCE: Final = 4_096
 """Users, or items, that are tried together."""
-OUTPUT_MAX: Final = 65_504.0
-"""Largest number of an item's vector made of an event's value: scores far beyond all others would leave no list any
-precision."""
 RAISES: Final = "the model cannot be run on it"
 BEYOND: Final = f"an output beyond {OUTPUT_MAX:,.0f}"
 UNFIT: Final = "an output that does not fit its table's precision"

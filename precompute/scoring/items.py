@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable
-from cache.model.tower import Histories
+from cache.model.tower import AnyTower, Histories
 from precompute.builds.build import Build, cut_of
 from precompute.builds.filtered_items import allowed_items
 from precompute.builds.tables import layout_of, metric_of, scored_tables
@@ -32,7 +32,6 @@ from precompute.scoring.shard import (
     open_item_features,
 )
 from precompute.scoring.tables import PageFile
-from precompute.scoring.towers import AnyTower
 from precompute.sources.unusable import NOT_FINITE, UNFIT, Unusable
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
-from cache.model.tower import Inputs
+from cache.model.tower import AnyTower, Inputs
 from cache.model.tower_spec import TowerSpec
 from cache.topk.topk import AnyScorer, Scorer
 from precompute.builds.build import Build, open_bundle
@@ -22,7 +22,7 @@ from precompute.reuse.base import Base
 from precompute.reuse.items import KeptVectors
 from precompute.scoring.inputs import bind
 from precompute.scoring.tables import sums_path
-from precompute.scoring.towers import AnyTower, open_tower, run_named
+from precompute.scoring.towers import open_tower, run_named
 
 CHUNK = 16_384
 """Entities scored at once: enough for the matrix product, bounded in memory."""

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import BundleError, LarderError, SourceError
-from cache.model.tower import Inputs, Tower, rows_of, rows_taken
-from cache.model.tower_spec import TowerSpec
+from cache.model.tower import AnyTower, Inputs, Tower, rows_of, rows_taken
 from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model
 from precompute.bundles.bundle import BundleModel
@@ -21,15 +20,6 @@ AGREEMENT = 1e-4
 _COMPARED = 64
 
 _log = logging.getLogger(__name__)
-
-
-class AnyTower(Protocol):
-    """A model with its inputs bound by name."""
-
-    spec: TowerSpec
-
-    def run(self, inputs: Inputs) -> NDArray[np.float32]:
-        """Outputs float32 [n, output_dims]."""
 
 
 class Running(Protocol):
@@ -95,27 +85,6 @@ class ProgramTower:
                 threshold=AGREEMENT,
             )
         self._is_compared = True
-
-
-def run_apart(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """(outputs float32 [n, output_dims], mask of the rows on which the model raises): those rows are NaN.
-
-    Rows that raise cost the others nothing but runs: halves are tried until each of them is alone.
-    """
-    count = rows_of(inputs)
-    found = np.full((count, tower.spec.output_dims), np.nan, np.float32)
-    raised = np.zeros(count, np.bool_)
-    left = [np.arange(count)] if count else []
-    while left:
-        rows = left.pop()
-        try:
-            found[rows] = tower.run(rows_taken(inputs, rows))
-        except Exception:  # ONNX Runtime's errors share no base class of their own
-            if len(rows) == 1:
-                raised[rows] = True
-            else:
-                left += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
-    return found, raised
 
 
 def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> NDArray[np.float32]:

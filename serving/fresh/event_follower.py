@@ -169,10 +169,10 @@ class EventFollower:
                 log.warning("entry %s of the stream is no event", position)
                 newer.users.last = position.number
                 continue
-            if self._blocked.has_user(event) or (of is not None and not of.has(event)):
+            if self._blocked.has(event) or (of is not None and not of.has(event)):
                 newer.users.last = position.number
             else:
-                newer.add(position, event, brings=not self._blocked.has_item(event))
+                newer.add(position, event)
         return len(entries)
 
     async def _take_blocklist(self, client: Redis, blocklist: Blocklist) -> None:
@@ -189,6 +189,8 @@ class EventFollower:
         if self._floor is not None and (self._free.users or self._free.items):
             newer.forget(*self._free)  # where this was tried before, and an outage ended it
             await self._read_aside(client, self._floor, newer.users.last, self._free)
+            if self._free.items:
+                self._shelf.look_again()
         self._free = _Sources()
 
     async def _read_earlier(self, client: Redis, floor: int, before: int) -> None:
@@ -259,14 +261,8 @@ class _Sources(NamedTuple):
     users: frozenset[bytes] = frozenset()
     items: frozenset[bytes] = frozenset()
 
-    def has_user(self, event: Event) -> bool:
-        return event.user in self.users
-
-    def has_item(self, event: Event) -> bool:
-        return event.kind == "item" and event.item in self.items
-
     def has(self, event: Event) -> bool:
-        return self.has_user(event) or self.has_item(event)
+        return event.user in self.users or (event.kind == "item" and event.item in self.items)
 
 
 def _blocked(blocklist: Blocklist) -> _Sources:

@@ -75,12 +75,11 @@ class NewerEvents:
         """
         return self.users.packed
 
-    def add(self, position: Position, event: Event, *, brings: bool = True) -> None:
-        """Takes the next event in; unless it `brings` its item, that is no new one."""
+    def add(self, position: Position, event: Event) -> None:
+        """Takes the next event in."""
         self.users.add(position, event)
         self.values.add(position, event)
-        if brings:
-            self.items.add(position, event)
+        self.items.add(position, event)
 
     def become(self, other: "NewerEvents") -> None:
         """Holds from now on what another one holds, which is given up with that."""
@@ -88,15 +87,16 @@ class NewerEvents:
         self.values.become(other.values)
         self.items.become(other.items)
 
-    def forget(self, users: Iterable[bytes], items: Iterable[bytes]) -> None:
-        """Forgets events of users, and new items with their values."""
+    def forget(self, users: Iterable[bytes], items: frozenset[bytes]) -> None:
+        """Forgets events of users, and new items and values of items, whether night or events brought these."""
         for raw in users:
             self.users.forget(raw)
             self.values.forget("user", raw)
         for raw in items:
             if raw in self.items:
                 self.items.forget(raw)
-                self.values.forget("item", raw)
+        for raw in self.values.items_among(items):
+            self.values.forget("item", raw)
 
     def changes(self, snapshot: Snapshot, table: Table, raw: bytes) -> bool:
         """True if the user has events that the generation lacks, and that change the answers of this table."""

@@ -4,21 +4,19 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from cache.control.key_split import Split
-from cache.events.attribute_events import AttributeEvents, NewerValues, ValuesOfItems
-from cache.events.new_items import NewItem, NewItemEvents
-from cache.filters.changed_columns import ItemValue
+from cache.events.attribute_events import AttributeEvents
+from cache.events.new_items import NewItemEvents
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Canary, Pointer
 from serving.generations.release_history import Open, open_published
-from serving.generations.served_set import Holding
+from serving.generations.served_set import Holding, NewerOfItems, SnapshotUpdate
 from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
 from serving.metrics.registry import Metrics
@@ -81,6 +79,7 @@ class Shelf:
         self._in_thread = in_thread
         self._timer = timer
         self._first: Snapshot | None = None
+        self._failed: set[str] = set()
 
     @property
     def live(self) -> Snapshot | None:
@@ -212,11 +211,16 @@ class Shelf:
                 self._metrics.set_by_events(taking.counts[held.live.generation])
                 return
 
-    def _taking(self, snapshots: Iterable[Snapshot]) -> "_Taking":
+    def look_again(self) -> None:
+        """Has `take_values` look at all values anew: older ones than those that were looked at came to be here."""
+        if self.holding is not None:
+            self.holding = self.holding.each(lambda each: each.lacking_values())
+
+    def _taking(self, snapshots: Iterable[Snapshot]) -> SnapshotUpdate:
         behind = [each for each in snapshots if self._is_behind(each)]
-        return _Taking(
-            {each.generation: _Newer.of(self.attributes, self.new_items, each) for each in behind}
-        )
+        newer = [NewerOfItems.of(self.attributes, self.new_items, each) for each in behind]
+        named = {each.generation: lack for each, lack in zip(behind, newer, strict=True)}
+        return SnapshotUpdate(named, self._failed)
 
     async def _current(self, snapshot: Snapshot) -> Snapshot:
         """A snapshot that was just opened, with what events set and brought since its night."""
@@ -233,64 +237,3 @@ class Shelf:
         if snapshot.filtering is None and not snapshot.new_items:
             return False
         return self.attributes.newest_item > snapshot.values_until
-
-
-class _Newer(NamedTuple):
-    """Lack of one generation: values that events set for items, and the new items with all values of theirs."""
-
-    values: NewerValues
-    new_items: tuple[NewItem, ...]
-    of_new_items: ValuesOfItems
-    version: int
-
-    @classmethod
-    def of(cls, attributes: AttributeEvents, events: NewItemEvents, snapshot: Snapshot) -> Self:
-        until = 0 if snapshot.events is None else snapshot.events.until
-        new_items = tuple(events.newer(until)) if snapshot.takes is not None else ()
-        values = attributes.of_items((each.raw for each in new_items), until)
-        return cls(attributes.items_since(snapshot.values_until), new_items, values, events.version)
-
-
-class _Taking:
-    """Takes over what events set and brought into snapshots, for any thread; `counts` by generation what came of it."""
-
-    def __init__(self, newer: Mapping[str, _Newer]) -> None:
-        self.counts: dict[str, Counter[str]] = defaultdict(Counter)
-        self._newer = newer
-
-    def into(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot that knows them; attributes that it does not have are ignored, and those of other items."""
-        if (newer := self._newer.get(snapshot.generation)) is None:
-            return snapshot
-        return self._with_new_items(self._with_values(snapshot, newer), newer)
-
-    def _with_values(self, snapshot: Snapshot, newer: _Newer) -> Snapshot:
-        if (filtering := snapshot.filtering) is None:
-            return snapshot.with_filtering(None, newer.values.until)
-        values, of_new_items = list(newer.values.values()), newer.of_new_items.packed
-        ordinals = snapshot.items.ordinals_of([each.raw for each in values]).tolist()
-        known = [
-            ItemValue(ordinal, each.attribute, each.value)
-            for ordinal, each in zip(ordinals, values, strict=True)
-            if ordinal >= 0
-        ]
-        made, found = filtering.changed_by(known)
-        counts = self.counts[snapshot.generation]
-        pairs = zip(ordinals, values, strict=True)
-        unknown = [at < 0 and each.raw not in of_new_items for at, each in pairs]
-        counts["unknown item"] = sum(unknown)
-        counts["unknown attribute"] = found.unknown
-        for reasons in found.unfit.values():
-            counts.update({why: len(each) for why, each in reasons.items()})
-        counts["set"] = len(values) - counts.total()
-        return snapshot.with_filtering(made, newer.values.until)
-
-    def _with_new_items(self, snapshot: Snapshot, newer: _Newer) -> Snapshot:
-        tower = None if snapshot.events is None else snapshot.events.item_tower
-        if tower is None:
-            return snapshot
-        of_each = {each.raw: newer.of_new_items.of(each.raw) for each in newer.new_items}
-        found = tower.items(snapshot.items, newer.new_items, of_each, snapshot.new_items)
-        values = [of_each[each.raw] for each in found.items]
-        filtering = snapshot.filtering and snapshot.filtering.with_new(values, found.vectors)
-        return snapshot.with_new_items(found, filtering, newer.version)

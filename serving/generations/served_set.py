@@ -1,14 +1,21 @@
-"""The generations that answers come from, as one value that a request captures when it starts."""
+"""The generations that answers come from, as one value that a request captures, and what events set taken into it."""
 
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from cache.control.key_split import Split
+from cache.events.attribute_events import AttributeEvents, NewerValues, ValuesOfItems
+from cache.events.new_items import NewItem, NewItemEvents
+from cache.filters.changed_columns import ItemValue
 from cache.store.blocklist import Blocklist
 from serving.generations.snapshot import Snapshot
 from serving.requests.errors import Problem
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,3 +78,78 @@ class Holding:
     def snapshots(self) -> tuple[Snapshot, ...]:
         """Snapshots that are held, the live one first."""
         return tuple(each for each in (self.live, self.previous, self.next) if each is not None)
+
+
+class NewerOfItems(NamedTuple):
+    """Lack of one generation: values that events set for items, and the new items with all values of theirs."""
+
+    values: NewerValues
+    new_items: tuple[NewItem, ...]
+    of_new_items: ValuesOfItems
+    version: int
+
+    @classmethod
+    def of(cls, attributes: AttributeEvents, events: NewItemEvents, snapshot: Snapshot) -> Self:
+        until = 0 if snapshot.events is None else snapshot.events.until
+        new_items = tuple(events.newer(until)) if snapshot.takes is not None else ()
+        values = attributes.of_items((each.raw for each in new_items), until)
+        return cls(attributes.items_since(snapshot.values_until), new_items, values, events.version)
+
+
+class SnapshotUpdate:
+    """Takes over what events set and brought into snapshots, for any thread; `counts` by generation what came of it.
+
+    `failed` are generations where that failed, which is logged once.
+    """
+
+    def __init__(self, newer: Mapping[str, NewerOfItems], failed: set[str]) -> None:
+        self.counts: dict[str, Counter[str]] = defaultdict(Counter)
+        self._newer = newer
+        self._failed = failed
+
+    def into(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot that knows them; attributes that it does not have are ignored, and those of other items."""
+        if (newer := self._newer.get(snapshot.generation)) is None:
+            return snapshot
+        # Anybody sends events: a generation that cannot take one over answers as it did before, and can be loaded.
+        for take in (self._with_values, self._with_new_items):
+            try:
+                snapshot = take(snapshot, newer)
+            except Exception:
+                if snapshot.generation not in self._failed:
+                    self._failed.add(snapshot.generation)
+                    log.exception(
+                        "generation %s does not take over what events set", snapshot.generation
+                    )
+        return snapshot
+
+    def _with_values(self, snapshot: Snapshot, newer: NewerOfItems) -> Snapshot:
+        if (filtering := snapshot.filtering) is None:
+            return snapshot.with_filtering(None, newer.values.until)
+        values, of_new_items = list(newer.values.values()), newer.of_new_items.packed
+        ordinals = snapshot.items.ordinals_of([each.raw for each in values]).tolist()
+        known = [
+            ItemValue(ordinal, each.attribute, each.value)
+            for ordinal, each in zip(ordinals, values, strict=True)
+            if ordinal >= 0
+        ]
+        made, found = filtering.changed_by(known)
+        counts = self.counts[snapshot.generation]
+        pairs = zip(ordinals, values, strict=True)
+        unknown = [at < 0 and each.raw not in of_new_items for at, each in pairs]
+        counts["unknown item"] = sum(unknown)
+        counts["unknown attribute"] = found.unknown
+        for reasons in found.unfit.values():
+            counts.update({why: len(each) for why, each in reasons.items()})
+        counts["set"] = len(values) - counts.total()
+        return snapshot.with_filtering(made, newer.values.until)
+
+    def _with_new_items(self, snapshot: Snapshot, newer: NewerOfItems) -> Snapshot:
+        tower = None if snapshot.events is None else snapshot.events.item_tower
+        if tower is None:
+            return snapshot
+        of_each = {each.raw: newer.of_new_items.of(each.raw) for each in newer.new_items}
+        found = tower.items(snapshot.items, newer.new_items, of_each, snapshot.new_items)
+        values = [of_each[each.raw] for each in found.items]
+        filtering = snapshot.filtering and snapshot.filtering.with_new(values, found.vectors)
+        return snapshot.with_new_items(found, filtering, newer.version)

@@ -144,7 +144,7 @@ class Snapshot:
     def with_new_items(self, new: NewItems, filtering: Filtering | None, version: int) -> Self:
         """Snapshot of this generation that answers with these new items, whose attributes its filters know."""
         if new.digest == self.new_items.digest:
-            return self._alike(filtering=filtering, new_items_version=version)
+            return self._alike(new_items=new, filtering=filtering, new_items_version=version)
         blocked, _ = _blocked(self.blocklist, self.items, new)
         return dataclasses.replace(
             self, new_items=new, new_items_version=version, filtering=filtering, blocked=blocked,
@@ -153,6 +153,10 @@ class Snapshot:
     def with_filtering(self, filtering: Filtering | None, values_until: int) -> Self:
         """Snapshot of this generation whose filters know what events set up to a position."""
         return self._alike(filtering=filtering, values_until=values_until)
+
+    def lacking_values(self) -> Self:
+        """Snapshot of this generation that is yet to know what events set behind the night's position."""
+        return self._alike(values_until=_until(self.manifest))
 
     def _alike(self, **changed: Any) -> Self:
         found = dataclasses.replace(self, **changed)

@@ -106,6 +106,11 @@ class Case:
         return self.want.position >= 0 or self.counted is None
 
     @property
+    def names_new_items(self) -> bool:
+        """True if a record that is read for it was computed with new items; without an input none is."""
+        return bool(self.new_items) and self._stored is not None
+
+    @property
     def of_the_night(self) -> Want:
         """Read request for what the night stored, whatever is wanted in its place."""
         return self._stored or self.want

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import xxhash
 
+from cache.events.new_item_tower import ITEM_VECTORS
 from cache.events.new_items import NO_NEW, NewItemsOf
 from cache.tiers.results import MissReason
-from serving.fresh.newer_events import NO_LIMIT, NewerEvents
+from serving.fresh.newer_events import NO_LIMIT, CountedEvents, NewerEvents
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
 from serving.lookup.yield_pacer import YieldPacer
@@ -18,7 +19,8 @@ def new_items_of(snapshot: Snapshot, case: Case) -> NewItemsOf:
     if not case.new_items:
         return NO_NEW
     raws = list(case.entity.history or ())
-    if case.counted is not None:
+    # Whoever settles leaves them out at the answer: the record is everybody's who sends this input.
+    if case.counted is not None and not case.is_settled:
         raws += case.counted.items
     gone = {case.new_items.numbers.get(raw, -1) for raw in raws} | snapshot.blocked
     return NewItemsOf(case.new_items, frozenset(gone), case.of_the_night.fingerprint)
@@ -46,6 +48,7 @@ async def count_newer(
         counted = newer.counted(snapshot, case.table, raw, case.want.position, sent, as_of)
         if counted is None or snapshot.events is None:
             continue
+        counted = _with_new(snapshot, counted, options.as_of)
         if new_items := case.new_items:
             digest = xxhash.xxh3_128_digest(counted.digest + new_items.digest)
             counted = counted._replace(digest=digest)
@@ -59,6 +62,27 @@ async def count_newer(
             case.reason = MissReason.NEWER_EVENTS  # never one that is stored
         if snapshot.predictor is None:
             case.live_reason = "no_model"
+
+
+def _with_new(snapshot: Snapshot, counted: CountedEvents, as_of: int | None) -> CountedEvents:
+    """The same, with new items that are among the events counted as the next night counts them.
+
+    Where items are a table of vectors that night's models know them as well, so the answer is approximate.
+    """
+    new_items = snapshot.new_items
+    if not new_items or new_items.numbers.keys().isdisjoint(counted.items):
+        return counted
+    if as_of is not None:
+        new_items = new_items.up_to(as_of)
+    among = sorted({*counted.items} & new_items.numbers.keys())
+    if not among:
+        return counted
+    named = b"".join([len(raw).to_bytes(4, "little") + raw for raw in among])
+    return counted._replace(
+        input=counted.input._replace(new_items=new_items),
+        digest=xxhash.xxh3_128_digest(counted.digest + named),
+        is_approximate=counted.is_approximate or bool(snapshot.manifest.facts.get(ITEM_VECTORS)),
+    )
 
 
 def _answer_with_new(snapshot: Snapshot, cases: Sequence[Case], options: RequestOptions) -> None:

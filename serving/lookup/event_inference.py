@@ -59,9 +59,10 @@ def with_new_items(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
 
     def predict(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
         search, vectors = predictor.search(table), predictor.vectors(batch)
+        metric, layout = search.searcher.metric, snapshot.manifest.tables[table].layout
         best = search.lists(batch, vectors, snapshot.blocked_ordinals)
         own = predictor.lists(table, best, [each.new.own_print for each in some], scored_at)
-        merged = merged_lists(best, vectors, [each.new for each in some], search.searcher.metric)
+        merged = merged_lists(best, vectors, [each.new for each in some], metric, layout)
         records = predictor.lists(table, merged, [each.fingerprint for each in some], scored_at)
         found = zip(records, batch, own, strict=True)
         return [

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable
 from cache.format.records.layout import Layout
+from cache.model.tower import AnyTower
 from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
 from precompute.builds.filtered_items import allowed_items
@@ -25,7 +26,7 @@ from precompute.reuse.shard_reuse import ShardReuse
 from precompute.scoring.encoding import finite_rows
 from precompute.scoring.inputs import bind
 from precompute.scoring.shard import Place, Scorers
-from precompute.scoring.towers import AnyTower, run_named
+from precompute.scoring.towers import run_named
 from precompute.scoring.users.chunk import Chunk
 from precompute.sources.unusable import NOT_FINITE, Unusable
 

@@ -13,10 +13,12 @@ from time import perf_counter
 import numpy as np
 
 from cache.events.new_items import NewItem, NewItems, NewItemsOf, merged_lists
+from cache.format.records.layout import Layout
 from cache.topk.topk import Scorer
 from tests.bench.tools.harness import Options, Report, alternate, parse
 
 ITEMS, QUICK_ITEMS, NEW, DIMS, K = 100_000, 20_000, 1_024, 64, 100
+LAYOUT = Layout("topk", K, "f2")
 
 
 def measure(report: Report, options: Options) -> None:
@@ -47,7 +49,7 @@ def measure(report: Report, options: Options) -> None:
         one = user()
         return timed(
             "with",
-            lambda: merged_lists(scorer.top(one, K, threads=1), one, new, "inner_product"),
+            lambda: merged_lists(scorer.top(one, K, threads=1), one, new, "inner_product", LAYOUT),
         )
 
     found = alternate(without, {"with": with_new}, rounds=max(51, options.rounds))
@@ -55,7 +57,7 @@ def measure(report: Report, options: Options) -> None:
     for _ in range(51):
         one = user()
         best = scorer.top(one, K, threads=1)
-        timed("new items alone", lambda: merged_lists(best, one, new, "inner_product"))  # noqa: B023
+        timed("new items alone", lambda: merged_lists(best, one, new, "inner_product", LAYOUT))  # noqa: B023
     for name, each in times.items():
         report.figures[f"{name}: milliseconds"] = round(median(each), 3)
     report.figures["items"], report.figures["new items"] = count, NEW

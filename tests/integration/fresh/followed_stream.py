@@ -27,15 +27,22 @@ class Stream:
     limit_bytes: int = 1 << 20
     newer: NewerEvents = field(default_factory=NewerEvents)
     notes: list[str | None] = field(default_factory=list)
-    shelf: Any = field(default_factory=lambda: SimpleNamespace(holding=None, blocklist=Blocklist()))
+    looks: int = 0
+    """Times that the shelf was asked to look at all values again."""
 
     def __post_init__(self) -> None:
+        self.shelf: Any = SimpleNamespace(
+            holding=None, blocklist=Blocklist(), look_again=self._look_again
+        )
         self.client = redis.Redis.from_url(self.server.url, protocol=2)
         self.follower = EventFollower(
             self.server.url, self.keyspace, self.newer, self.shelf, self.notes.append,
             limit_bytes=self.limit_bytes,
         )  # fmt: skip
         self._count = 0
+
+    def _look_again(self) -> None:
+        self.looks += 1
 
     def hold(self, *untils: Position) -> None:
         """Holds generations made at these positions, and one that tells of no events."""

@@ -153,6 +153,47 @@ async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists
     ]
 
 
+async def test_a_new_item_in_a_full_history_takes_the_place_that_the_next_night_gives_it(
+    config: NightConfig,
+) -> None:
+    # Histories this short are not int8's.
+    gates = replace(config.gates, skew_overlap=0.0, skew_cosine=0.0)
+    config = replace(config, history_limit=4, gates=gates)
+    publish_night(config, FIRST)
+    had = histories(config, FIRST)
+    users = [each for each in sorted(had) if len(had[each]) > 5][:10]
+    clicks = [{"id": f"c{at}", "user": user, "item": "new-0"} for at, user in enumerate(users)]
+    tables = ("user_topk", "user_vector")
+    async with serving(config, events=config.events, precision="fp32") as app:
+
+        async def answers(table: str) -> list[dict[str, Any]]:
+            found = await app.post(f"/v1/lookup/{table}", {"entities": users})
+            told: list[dict[str, Any]] = found["answers"]
+            return told
+
+        await send(app, clicks)
+
+        async def all_count() -> bool:
+            return all("events" in each for each in await answers("user_vector"))
+
+        assert await eventually(all_count)
+        unheard = await answers("user_vector")
+        await send(app, brought(2))
+        await until(app, lambda live: len(live.new_items) == 2)
+        day = {each: await answers(each) for each in tables}
+        take_events.run(config)
+        second = publish_night(config, SECOND)
+        await until(app, lambda live: live.generation == second)
+        night = {each: await answers(each) for each in tables}
+
+    for before, ours, theirs in zip(unheard, day["user_vector"], night["user_vector"], strict=True):
+        assert ours["producer"] == "live" and theirs["producer"] == "batch"
+        assert ours["vector"] == theirs["vector"] != before["vector"]
+    for ours, theirs in zip(day["user_topk"], night["user_topk"], strict=True):
+        assert "approximate" not in ours and "new-0" not in ours["items"]
+        assert ours["items"] == theirs["items"] and ours["scores"] == theirs["scores"]
+
+
 async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
     publish_night(config, FIRST)
     user = min(histories(config, FIRST))
@@ -280,6 +321,29 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
         told = await send(app, [{"id": "1", "item": "new", "vector": [0.5] * 16}])
         assert [each["reason"] for each in told["rejected"]] == ["fixed_items"]
         assert "import the bundle anew with the item" in told["rejected"][0]["detail"]
+
+
+async def test_of_a_blocked_item_no_value_stays_or_comes_whoever_brought_it(
+    stream: Stream,
+) -> None:
+    stream.hold(BEGINNING)
+    stream.accept(Event("n1", 0, item=b"known", attributes={"price": 3}))
+    stream.accept(Event("n2", 0, item=b"other", attributes={"price": 5}))
+    await stream.steps()
+    held = stream.newer.values
+    assert held.all_values("item", 0).keys() == {b"known", b"other"}
+
+    stream.shelf.blocklist = Blocklist(1, items=frozenset([b"known"]))
+    stream.accept(Event("n3", 0, item=b"known", features={"looks": [1.0]}))
+    stream.accept(Event("n4", 0, item=b"other", attributes={"stock": True}))
+    await stream.steps()
+    assert held.all_values("item", 0) == {b"other": {"price": 5, "stock": True}}
+    assert len(stream.newer.items) == 0 and stream.looks == 0
+
+    stream.shelf.blocklist = Blocklist(2)
+    await stream.steps()
+    assert held.all_values("item", 0)[b"known"] == {"price": 3, "looks": [1.0]}
+    assert stream.looks == 1
 
 
 async def test_a_blocked_item_is_forgotten_and_read_again(stream: Stream) -> None:

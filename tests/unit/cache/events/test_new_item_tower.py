@@ -1,6 +1,8 @@
 """New items become vectors as a night makes them of all items; what the models cannot take is refused in words."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from cache.events.attribute_events import VALUES_MAX
 from cache.events.event import Event
 from cache.events.new_item_tower import (
     ITEM_VECTORS,
+    OUTPUT_MAX,
     FixedItems,
     NewItemInputs,
     NewItemTower,
@@ -57,6 +60,10 @@ LONG = {"looks": (0.5,) * DIMS}
             "unfit_item", "vector", "vectors of 4 numbers, not 2",
         ),
         (
+            manifest(INDEX, **{ITEM_VECTORS: True}), brings(vector=(1.0, -1e13, 0.0, 0.0)),
+            "unfit_item", "vector", r"a number of 1e\+13, 65,504 at most",
+        ),
+        (
             manifest(INDEX, **{ITEM_VECTORS: True}), brings(features=LONG),
             "unfit_item", "features", "send a vector of 4 numbers",
         ),
@@ -90,7 +97,8 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
         with np.errstate(over="ignore", invalid="ignore"):
             return inputs["looks"] @ turn
 
-    told = NewItemTower(NewItemInputs((LOOKS,)), SimpleNamespace(run=run))  # type: ignore[arg-type]
+    tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
+    told = NewItemTower(NewItemInputs((LOOKS,)), tower)
     looks = rng.standard_normal((300, DIMS)).astype(np.float32)
     values: dict[bytes, dict[str, Any]] = {
         b"new-%d" % at: {"looks": row.tolist()} for at, row in enumerate(looks)
@@ -123,6 +131,34 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
     assert again.numbers_of(raws, table.ordinals_of(raws)).tolist() == [table.count + 1, 3, -1]
 
 
+def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -> None:
+    runs: list[int] = []
+
+    def run(inputs: Any) -> Any:
+        runs.append(len(inputs["category"]))
+        return np.eye(DIMS, dtype=np.float32)[inputs["category"]]  # IndexError, as ONNX Runtime's
+
+    category = InputSpec("category", "feature", "int32", column="category")
+    tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
+    told = NewItemTower(NewItemInputs((category,)), tower)
+    values = {b"new-%d" % at: {"category": 99_999 if at == 5 else at % DIMS} for at in range(40)}
+    sent = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
+
+    found = told.items(table, sent, values)
+
+    assert [each.raw for each in found.items] == [each for each in values if each != b"new-5"]
+    # What it raised on is not tried again, alone or with others.
+    runs.clear()
+    values[b"late"] = {"category": 3}
+    again = told.items(table, [*sent, NewItem(b"late", 99)], values, found)
+    assert len(again) == 40 and runs == []
+    nobody = told.items(table, sent[5:6], values, told.items(table, sent[5:6], values))
+    assert not nobody and nobody.refused
+    # Set to what the tower takes, it is an item like any other.
+    values[b"new-5"] = {"category": 5}
+    assert b"new-5" in told.items(table, sent, values, again).numbers
+
+
 def test_vectors_that_are_sent_are_taken_where_items_are_a_table_of_them(table: Any) -> None:
     told = NewItemTower(NewItemInputs(dims=2))
     rows = [np.array(each, np.float32) for each in ([1, 2], [3], [4, 5])]
@@ -133,3 +169,20 @@ def test_vectors_that_are_sent_are_taken_where_items_are_a_table_of_them(table: 
     assert [each.raw for each in found.items] == [b"new-0", b"new-2"]
     assert found.vectors.tolist() == [[1, 2], [4, 5]] and not found.vectors.flags.writeable
     assert not NewItemTower(NewItemInputs()).items(table, sent, {})
+
+
+def test_vectors_are_bounded_unless_those_of_the_generation_are_not(
+    table: Any, tmp_path: Path
+) -> None:
+    sent = [
+        NewItem(b"new-%d" % at, at + 1, np.full(4, size, np.float32))
+        for at, size in enumerate([OUTPUT_MAX, -65_505, 1e30])
+    ]
+    of = manifest(INDEX, **{ITEM_VECTORS: True})
+    for size, fit in ((1.0, 1), (1e5, 3)):
+        own: Any = SimpleNamespace(vectors=np.full((3, 4), size, np.float32))
+        told = NewItemTower.open(of, tmp_path, own, threads=1, cores=())
+        assert len(told.items(table, sent, {})) == fit
+        huge = brings(vector=(1e30,) * 4)
+        with pytest.raises(UnfitNewItem) if fit == 1 else nullcontext():
+            told.inputs.check(huge)

@@ -17,7 +17,8 @@ from cache.events.new_items import (
     merged_lists,
 )
 from cache.events.position import Position
-from cache.format.records.layout import NO_ITEM
+from cache.format.records.codec import encode_topk
+from cache.format.records.layout import NO_ITEM, Layout
 from cache.model.ranking import Metric, rank
 
 IDS = st.sampled_from([b"a", b"b", b"c", b"d", b"e"])
@@ -98,6 +99,21 @@ def new_items(vectors: Any, first: int) -> NewItems:
     return NewItems(first, items, rows, tuple(row.tobytes() for row in rows))
 
 
+LAYOUT = Layout("topk", 2, "f2")
+
+
+def test_a_list_that_a_record_would_not_hold_stays_without_new_items() -> None:
+    best = np.array([[3, 1], [3, 1]], np.uint32), np.array([[2e-5, 1e-5]] * 2, np.float32)
+    items = NewItemsOf(new_items([[6e4, 0]], 7))
+    users = np.array([[1e3, 0], [1e-9, 0]], np.float32)
+
+    found = merged_lists(best, users, [items, items], "inner_product", LAYOUT)
+
+    assert found[0].tolist() == [[3, 1], [7, 3]]
+    np.testing.assert_array_equal(found[1][0], best[1][0])
+    encode_topk(LAYOUT, np.zeros(2, np.uint64), *found, 0)
+
+
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
 @given(st.integers(0, 12), st.integers(0, 6), st.integers(1, 8), st.integers(0, 2**31))
 def test_lists_are_those_of_a_night_whose_last_items_these_are(
@@ -115,7 +131,7 @@ def test_lists_are_those_of_a_night_whose_last_items_these_are(
     before = best[0].copy(), best[1].copy()
     items = new_items(vectors[own:].reshape(new, 3), own)
     of_each = [NewItemsOf(items, frozenset(each.tolist())) for each in gone]
-    found = merged_lists(best, users, of_each, metric)
+    found = merged_lists(best, users, of_each, metric, Layout("topk", width, "f2"))
 
     np.testing.assert_array_equal(found[0], wanted[0])
     np.testing.assert_array_equal(found[1], wanted[1])
@@ -125,9 +141,9 @@ def test_lists_are_those_of_a_night_whose_last_items_these_are(
 
 def test_lists_without_new_items_are_what_they_were() -> None:
     best = np.array([[3, NO_ITEM]], np.uint32), np.array([[1.0, 0.0]], np.float32)
-    assert merged_lists(best, np.ones((1, 2), np.float32), [], "cosine") is best
+    assert merged_lists(best, np.ones((1, 2), np.float32), [], "cosine", LAYOUT) is best
     none = [NewItemsOf()]
-    assert merged_lists(best, np.ones((1, 2), np.float32), none, "cosine") is best
+    assert merged_lists(best, np.ones((1, 2), np.float32), none, "cosine", LAYOUT) is best
 
 
 def test_a_digest_names_items_positions_and_what_vectors_were_made_of() -> None:

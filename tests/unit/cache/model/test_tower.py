@@ -7,8 +7,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import BundleError
-from cache.model.tower import Histories, Tower, buckets_up_to
-from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import InputSpec, TowerSpec, buckets_up_to
 from precompute.bundles import graphs
 from precompute.bundles.quantize import quantize_tower
 

@@ -10,14 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache.model.tower import Inputs
+from cache.model.tower import AnyTower, Inputs
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources
 from precompute.partitions import item_features
 from precompute.partitions.catalogue import ITEM_FEATURES, open_items, write_catalogue
 from precompute.partitions.item_features import ItemFeatures, write_item_features
 from precompute.scoring.shard import embed_catalogue
-from precompute.scoring.towers import AnyTower
 from precompute.sources.unusable import Unusable
 from precompute.sources.vocabulary import Vocabulary, as_strings
 

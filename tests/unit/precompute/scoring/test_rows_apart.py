@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from cache.model.tower import Inputs
+from cache.model.tower import Inputs, run_apart
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.scoring.towers import run_apart, run_named
+from precompute.scoring.towers import run_named
 
 SPEC: Final = TowerSpec((InputSpec("home", "feature", "int64", column="country"),), "vector", 2)
 

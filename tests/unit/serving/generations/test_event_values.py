@@ -90,6 +90,47 @@ async def test_each_generation_has_what_is_behind_its_own_position(scene: Scene)
     assert out_of_stock(holding.previous) == {"i3", "i5"}
 
 
+async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can_be_loaded(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await scene.publish(pointer(A, 1))
+    await scene.publish(pointer(B, 2, previous=A))
+    found, changed_by = scene.shelf.held(A), Filtering.changed_by
+    assert found is not None and found.filtering is not None
+    odd = found.filtering
+
+    def changes(self: Filtering, values: Any) -> Any:
+        if self is odd:
+            raise IndexError("99999 is out of bounds")
+        return changed_by(self, values)
+
+    monkeypatch.setattr(Filtering, "changed_by", changes)
+    told(scene, 250, "i5", stock=False)
+    for _ in range(3):
+        await scene.shelf.take_values()
+
+    assert out_of_stock(scene.shelf.live) == {"i5"} and scene.shelf.held(A) is not None
+    assert sum(each.exc_info is not None for each in caplog.records) == 1
+    monkeypatch.setattr(Filtering, "changed_by", lambda *_: 1 / 0)
+    assert (await scene.shelf.open(A)).generation == A
+
+
+async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
+    scene: Scene,
+) -> None:
+    await scene.publish(pointer(A, 1))
+    told(scene, 150, "i3", stock=False)
+    await scene.shelf.take_values()
+    again = AttributeEvents()
+    again.add(Position(120, 0), Event("e120", 0, None, b"i4", attributes={"stock": False}))
+    scene.shelf.attributes.put_before(again)
+
+    scene.shelf.look_again()
+    await scene.shelf.take_values()
+
+    assert out_of_stock(scene.shelf.live) == {"i3", "i4"}
+
+
 async def test_what_is_opened_later_knows_them_at_once(scene: Scene) -> None:
     told(scene, 150, "i3", stock=False)
     told(scene, 250, "i5", stock=False)

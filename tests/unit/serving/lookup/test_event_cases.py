@@ -1,6 +1,7 @@
 """Cases of users with newer events, on their way down the ladder."""
 
 import asyncio
+import dataclasses
 from time import monotonic
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from cache.events.event import Event
 from cache.events.event_predictor import GenerationEvents
+from cache.events.new_items import NewItem, NewItems
 from cache.events.position import Position
 from cache.filters.expression import read_filter
 from cache.filters.masks import Passing
@@ -22,6 +24,7 @@ from serving.lookup.answer_builder import Turn
 from serving.lookup.entity import cases_of
 from serving.lookup.event_counting import count_newer
 from serving.requests.models import RequestOptions
+from serving.usage.answer_sampling import Picks
 from tests.unit.serving.world import ITEMS, SCORED_AT, World, ask, entity, ids
 
 
@@ -53,6 +56,42 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
     (job,) = world.jobs
     assert job.newer is None and answer["source"] == "live"
     assert "i3" not in answer["items"] and answer["approximate"] is True
+
+
+def new_items(*ids: str) -> NewItems:
+    items = tuple(NewItem(each.encode(), at) for at, each in enumerate(ids, 1))
+    vectors = np.ones((len(ids), 4), np.float32)
+    return NewItems(len(ITEMS), items, vectors, tuple(each.raw for each in items))
+
+
+async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_others_share(
+    world: World,
+) -> None:
+    snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0", "new-1"))
+    clicks(world, "stranger", "new-0")
+
+    sent = entity("stranger", history=ids("i1", "new-1"))
+    await world.ladder.lookup(Holding(snapshot), ask(sent), monotonic())
+
+    (job,) = world.jobs
+    assert job.newer is None and job.new.gone - {-1} == {len(ITEMS) + 1}
+
+
+async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
+    world: World,
+) -> None:
+    snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0"))
+    picks = world.ladder.watch.picks = Picks(1_000)
+
+    sent = entity("stranger", history=ids("i1"))
+    sources = []
+    for each in (entity("u1"), sent, sent):
+        (answer,) = await world.ladder.lookup(Holding(snapshot), ask(each), monotonic())
+        sources.append(answer["source"])
+
+    assert sources == ["l2", "live", "l1"]
+    pick = picks.next()
+    assert pick is not None and pick.raw == b"u1" and picks.next() is None
 
 
 def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: World) -> None:
