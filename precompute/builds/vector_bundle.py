@@ -26,7 +26,7 @@ from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased, all_erasures
 from precompute.sources.columns import Ids, as_rows
 from precompute.sources.distinct import Distinct
-from precompute.sources.event_values import brought_vectors, counted_behind
+from precompute.sources.event_values import OUTPUT_MAX, brought_vectors, counted_behind
 from precompute.sources.features import read_values
 from precompute.sources.files import SourceFile, pin, source_file
 from precompute.sources.readers import read_features, read_interactions
@@ -76,7 +76,8 @@ def make_bundle(
 ) -> Bundle:
     """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
 
-    Items that are not in the table have the vectors that events `brought`, where these have as many numbers.
+    Items that are not in the table have the vectors that events `brought`, where these have as many numbers, none of
+    them far beyond the table's.
     The bundle names the table that its items are of; without interactions, other vectors of users make no other bundle.
     """
     sources = config.sources
@@ -116,8 +117,16 @@ def _items(config: NightConfig, erased: Erased) -> Vectors:
 
 
 def _with_brought(items: Vectors, brought: Mapping[bytes, Sequence[float]]) -> Vectors:
-    """Behind the rows of the table, which wins, those of items that it lacks."""
-    fitting = {raw.decode(): each for raw, each in brought.items() if len(each) == items.dims}
+    """Behind the rows of the table, which wins, those of items that it lacks.
+
+    Anybody sends events: a number beyond OUTPUT_MAX, and beyond all of the table's, would spoil the fold and the lists.
+    """
+    most = max(OUTPUT_MAX, float(np.abs(items.rows).max(initial=0)))
+    fitting = {
+        raw.decode(): each
+        for raw, each in brought.items()
+        if len(each) == items.dims and max(map(abs, each)) <= most
+    }
     known = set(
         pc.filter(items.ids, pc.is_in(items.ids, pa.array(list(fitting), pa.string()))).to_pylist()
     )

@@ -24,9 +24,11 @@ from precompute.scoring.inputs import bind
 from precompute.scoring.towers import run_apart
 from precompute.sources.columns import Bad, Ids
 from precompute.sources.event_values import (
+    OUTPUT_MAX,
     EntityValues,
     EventValues,
     Kind,
+    brought_vectors,
     counted_behind,
     digest_of,
     with_event_values,
@@ -38,12 +40,13 @@ from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, Unusable
 
 AT_ONCE: Final = 4_096
 """Users, or items, that are tried together."""
-OUTPUT_MAX: Final = 65_504.0
-"""Largest number of an item's vector made of an event's value: scores far beyond all others would leave no list any
-precision."""
 RAISES: Final = "the model cannot be run on it"
 BEYOND: Final = f"an output beyond {OUTPUT_MAX:,.0f}"
 UNFIT: Final = "an output that does not fit its table's precision"
+VECTORS: Final = f"{EVENTS}.item_vectors"
+"""Name of the vectors that events brought in reports."""
+WIDTH: Final = "a vector of more or fewer numbers than the table's"
+BEYOND_TABLE: Final = f"a number beyond {OUTPUT_MAX:,.0f} and all of the table's"
 _TABLE_ROWS: Final = 64
 
 
@@ -76,14 +79,33 @@ def values_of_night(
     inputs: dict[Kind, set[str]] = {
         kind: {str(each.column) for each in feature_inputs(bundle, kind)} for kind in ("user", "item")
     }  # fmt: skip
+    behind = counted_behind(config.events.keep_values_days, cut_s)
     found = EventValues.read(
         files, {"user": erased.users, "item": erased.items},
-        {**inputs, "item": inputs["item"] | {*config.sources.item_attributes}},
-        counted_behind(config.events.keep_values_days, cut_s),
+        {**inputs, "item": inputs["item"] | {*config.sources.item_attributes}}, behind,
     )  # fmt: skip
+    if config.sources.item_vectors:
+        vectors = brought_vectors(files, behind)
+        _note_left_out(
+            bundle, {raw: vectors[raw] for raw in vectors.keys() - erased.items}, unusable
+        )
     users = _usable(config, bundle, "user", found.users, unusable)
     items = _usable(config, bundle, "item", found.items, unusable)
     return NightValues(users, items, found.items, found.brought, digest_of(users, inputs["user"]))
+
+
+def _note_left_out(
+    bundle: Bundle, vectors: Mapping[bytes, Sequence[float]], unusable: Unusable
+) -> None:
+    """Notes vectors of new items that the bundle was made without: they would not do beside its table's."""
+    raws = sorted(vectors)
+    if not raws:
+        return
+    is_out = bundle.vocabulary.places(pa.array([raw.decode() for raw in raws], pa.string())) < 0
+    is_wide = np.array([len(vectors[raw]) != bundle.dims for raw in raws])
+    unusable.looked_at(VECTORS, len(raws))
+    bad: Bad = {WIDTH: is_out & is_wide, BEYOND_TABLE: is_out}
+    unusable.note_rows(VECTORS, bad, lambda row: {"item": raws[row].decode()})
 
 
 def _usable(

@@ -29,6 +29,9 @@ Kind = Literal["user", "item"]
 EntityValues = Mapping[bytes, Mapping[str, Any]]
 """Newest values by id and attribute, None for one that was cleared."""
 NO_VALUES: Final[EntityValues] = MappingProxyType({})
+OUTPUT_MAX: Final = 65_504.0
+"""Largest number of an item's vector that an event brought, or that is made of its values: scores far beyond all others
+would leave no list any precision."""
 
 _Found = tuple[Ids, dict[str, Any]]
 

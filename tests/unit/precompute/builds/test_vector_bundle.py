@@ -177,3 +177,17 @@ def test_columns_have_the_names_that_are_configured(config: NightConfig, items: 
 def test_a_bundle_that_is_named_beside_a_table_of_items_is_refused(config: NightConfig) -> None:
     with pytest.raises(ConfigError, match=r"bundle \(mine\) and sources.item_vectors .* both set"):
         replace(config, bundle="mine")
+
+
+def test_a_vector_of_an_event_is_in_the_bundle_unless_it_would_not_do_beside_the_tables(
+    config: NightConfig, items: Floats
+) -> None:
+    good = {b"new": [2.0] * DIMS, b"longest": [-65_504.0] * DIMS}
+    bad = {b"huge": [65_600.0] + [0.0] * (DIMS - 1), b"end": [-3e38] * DIMS, b"short": [1.0]}
+
+    first, both = made(config, "a", brought=good), made(config, "b", brought={**good, **bad})
+
+    assert first.digest == both.digest and len(both.vocabulary) == ITEMS + 2
+    # A table of longer vectors takes longer ones.
+    write(config.path("items.parquet"), "item", [f"i{row}" for row in range(ITEMS)], 1e5 * items)
+    assert {*made(config, "c", brought={**good, **bad}).item_ids} >= {b"new", b"longest", b"huge"}
