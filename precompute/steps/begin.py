@@ -10,7 +10,7 @@ from typing import Any
 from cache.errors import ConfigError, Conflict
 from cache.format.manifest import MANIFEST_FORMAT
 from cache.formats import MANIFEST
-from cache.store.artefacts import generation_path, write_atomically
+from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, cut_of, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
 from precompute.builds.night import Night, StepRow
@@ -30,11 +30,11 @@ from precompute.erasures.host_records import note_left_out
 from precompute.events.files import EventFiles, event_files
 from precompute.events.marks import write_marks
 from precompute.partitions import catalogue
-from precompute.partitions.earlier import POPULARITY, UNKNOWN
+from precompute.partitions.earlier import write_counts
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.item_attributes import paths_of, write_item_attributes
 from precompute.partitions.named_filters import named_filters, passing_filters
-from precompute.partitions.partition import Partitioned, partition
+from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import TOUCHED
 from precompute.releases.cuts import demand_publishable
 from precompute.releases.registry import open_releases
@@ -200,12 +200,6 @@ def _prepare(
         facts = {**facts, "events": {"until": str(events.until), "files": len(events.files)}}
     inputs = catalogue.feature_inputs(bundle, "user")
     unusable = Unusable(erased.users | erased.items)
-    values = values_of_night(
-        config, bundle, events.files, erased, unusable, cut_of(build.generation)
-    )
-    marks = [
-        write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
-    ] if config.events.enabled else []  # fmt: skip
     unchanged = unchanged_sources(build, sources_digest, events.files)
     with unchanged, ThreadPoolExecutor(1, "bundle") as beside:
         pinning = beside.submit(pin_bundle, build, bundle)
@@ -215,6 +209,12 @@ def _prepare(
                 pinning.result()  # what is wrong with a model is told now, not after hours of reading
             progress("read interactions", rows, 0)
 
+        values = values_of_night(
+            config, bundle, events.files, erased, unusable, cut_of(build.generation)
+        )
+        marks = [
+            write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
+        ] if config.events.enabled else []  # fmt: skip
         laid, item_columns = lay_out_items(
             config, bundle, build.root, erased=erased.items, unusable=unusable, base=base,
             values=values.items, brought=values.brought,
@@ -255,7 +255,7 @@ def _prepare(
         facts = facts | write_facets(build, attributes, items, shares(seen.counted.popularity))
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
     kept = [
-        *_write_counts(build, seen),
+        *write_counts(build.root, seen.counted),
         *digests_files(bundle),
         *partition_files(facts, config.shards),
     ]
@@ -290,10 +290,3 @@ def _prepare(
         },
         "seconds": time.perf_counter() - started,
     })  # fmt: skip
-
-
-def _write_counts(build: Build, seen: Partitioned) -> list[str]:
-    """Counts of interactions by item, and which unknown ones there were, for a night that takes this one over."""
-    write_atomically(build.path(POPULARITY), seen.counted.popularity.astype("<i8").tobytes())
-    write_atomically(build.path(UNKNOWN), seen.counted.unknown.astype("<u8").tobytes())
-    return [POPULARITY, UNKNOWN]
