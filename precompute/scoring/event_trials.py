@@ -3,12 +3,13 @@
 Anybody sends events. A number beyond a tower's table would end the night, and one that overflows it refuse it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.format.records.layout import Layout
@@ -22,7 +23,7 @@ from precompute.erasures.erasure import Erased
 from precompute.partitions.catalogue import feature_inputs
 from precompute.scoring.inputs import bind
 from precompute.scoring.towers import run_apart
-from precompute.sources.columns import Bad, Ids
+from precompute.sources.columns import Bad, Ids, as_rows
 from precompute.sources.event_values import (
     OUTPUT_MAX,
     EntityValues,
@@ -34,7 +35,7 @@ from precompute.sources.event_values import (
     with_event_values,
 )
 from precompute.sources.features import read_values
-from precompute.sources.files import SourceFile, feature_file
+from precompute.sources.files import SourceFile, feature_file, source_file
 from precompute.sources.readers import read_features
 from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, Unusable
 
@@ -53,13 +54,15 @@ _TABLE_ROWS: Final = 64
 class NightValues(NamedTuple):
     """Values that events set, as a night takes them over: models' inputs, and `attributes` of items for filters.
 
-    `brought` are items that events made answerable; `users_digest` is that of the users' values.
+    `brought` are items that events made answerable, `unlisted` those of them that are in no table of the team's;
+    `users_digest` is that of the users' values.
     """
 
     users: EntityValues
     items: EntityValues
     attributes: EntityValues
     brought: frozenset[bytes]
+    unlisted: frozenset[bytes]
     users_digest: str
 
 
@@ -91,7 +94,33 @@ def values_of_night(
         )
     users = _usable(config, bundle, "user", found.users, unusable)
     items = _usable(config, bundle, "item", found.items, unusable)
-    return NightValues(users, items, found.items, found.brought, digest_of(users, inputs["user"]))
+    return NightValues(
+        users, items, found.items, found.brought, _unlisted(config, found.brought),
+        digest_of(users, inputs["user"]),
+    )  # fmt: skip
+
+
+def unlisted_in_words(begun: Mapping[str, Any], config: NightConfig) -> str:
+    """Line on items that are in no table, by the report of `begin`; empty where there is none."""
+    if not (items := begun.get("unlisted_items", 0)):
+        return ""
+    return (
+        f"\nitems by events that are in no table: {items:,}; each is gone {config.events.keep_values_days:g} days "
+        "([events] keep_values_days) after its newest event with features or a vector"
+    )
+
+
+def _unlisted(config: NightConfig, brought: Collection[bytes]) -> frozenset[bytes]:
+    """Those of some items that have no row in the table that says which items there are."""
+    sources = config.sources
+    if not brought or (table := sources.item_vectors or sources.item_features) is None:
+        return frozenset()
+    raws = sorted(brought)
+    named = pa.array([raw.decode() for raw in raws], pa.string())
+    is_listed = np.zeros(len(raws), np.bool_)
+    for ids, _ in read_features(source_file(table, config.path(".")), sources.item_column, ()):
+        is_listed |= as_rows(pc.is_in(named, value_set=ids.names))
+    return frozenset(raws[row] for row in np.flatnonzero(~is_listed).tolist())
 
 
 def _note_left_out(

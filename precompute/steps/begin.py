@@ -44,7 +44,7 @@ from precompute.reuse.items import digests_files
 from precompute.reuse.words import base_in_words
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import shares, write_defaults, write_facets
-from precompute.scoring.event_trials import values_of_night
+from precompute.scoring.event_trials import unlisted_in_words, values_of_night
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
 from precompute.sources.files import all_files, digest_of, pin
@@ -118,6 +118,7 @@ def in_night(night: Night) -> StepRow:
     if found["already_live"]:
         return StepRow(found, f"{name} is live already{told}")
     begun = Build(night.config, night.config.store(), name).need("begin")
+    told = unlisted_in_words(begun, night.config) + told
     return StepRow(
         found, f"{name} ({_read(begun)})\n{base_in_words(begun.get('base') or {})}{told}"
     )
@@ -276,6 +277,7 @@ def _prepare(
     counted = seen.counted
     build.report("begin", {
         **facts, **laid, "user_values": values.users_digest,
+        "unlisted_items": int((items.ordinals_of(list(values.unlisted)) >= 0).sum()),
         "bundle_files": pinned,
         "user_seed": seen.seed, "users": seen.users, "interactions": counted.interactions,
         "unknown_items": counted.unknown_items, "late": counted.late, "attributes": attributes,

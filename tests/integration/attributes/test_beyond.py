@@ -117,5 +117,5 @@ def test_a_table_that_is_written_over_while_events_are_tried_is_no_damage_but_a_
 
     monkeypatch.setattr(event_trials, "read_features", half_written)
 
-    with pytest.raises(StoreError, match="changed while .* run the night again"):
+    with pytest.raises(StoreError, match=r"changed while .* run the night again"):
         begin.run(config, data_until=FIRST, run_after=None)

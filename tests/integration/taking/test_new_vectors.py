@@ -12,6 +12,7 @@ from cache.config.events import EventsConfig
 from cache.config.night import DEFAULT_BUNDLE
 from cache.events.event import Event
 from cache.store.artefacts import read_manifest
+from precompute.builds.build import Build
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.scoring.event_trials import BEYOND_TABLE, WIDTH
 from precompute.steps import take_events
@@ -55,6 +56,8 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_told(config: N
 
     second = nights.publish_night(config, SECOND)
 
+    # The one that is in the table is not one that leaves.
+    assert Build(config, config.store(), second).need("begin")["unlisted_items"] == 1
     before, after = (read_manifest(config.store(), each) for each in (first, second))
     told = after.facts["unusable"]
     assert {name: each["left_out"] for name, each in told.items() if each["left_out"]} == {
