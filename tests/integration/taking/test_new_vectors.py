@@ -13,7 +13,10 @@ from cache.config.night import DEFAULT_BUNDLE
 from cache.events.event import Event
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
+from precompute.bundles.bundle_store import made_of_tables
 from precompute.config.settings import NightConfig, TableConfig
+from precompute.erasing.erasing import begin_erasing, settle
+from precompute.releases.registry import open_releases
 from precompute.scoring.event_trials import BEYOND_TABLE, WIDTH
 from precompute.steps import take_events
 from tests.integration import nights
@@ -67,3 +70,30 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_told(config: N
     assert {why: each["rows"] for why, each in reasons.items()} == {BEYOND_TABLE: 2, WIDTH: 1}
     assert before.items.count == after.items.count == ITEMS + 1
     assert before.models["user_tower"].digest == after.models["user_tower"].digest
+
+
+def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(
+    config: NightConfig,
+) -> None:
+    click(config, [brought("gone", [0.25] * DIMS), brought("new", [0.5] * DIMS)])
+    take_events.run(config)
+    nights.publish_night(config, FIRST)
+    store, row = config.store(), np.full(DIMS, 0.25, np.float32).tobytes()
+    bundles = store.local("bundles")
+
+    def holding() -> list[Path]:
+        files = (each for each in bundles.rglob("*") if each.is_file())
+        return [each for each in files if row in each.read_bytes()]
+
+    assert holding()
+    begin_erasing(store, b"gone", "item", at=1.0)
+    with open_releases(config) as releases:
+        settle(config, releases)
+        assert not holding() and not made_of_tables(store)
+        nights.publish_night(config, SECOND)
+        made = made_of_tables(store)
+        (standing,) = settle(config, releases)
+
+    # The first generation still holds it; the bundle of the second one stays.
+    assert standing.word == "pending" and len(made) == 1
+    assert made_of_tables(store) == made and not holding()
