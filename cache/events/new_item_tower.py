@@ -136,11 +136,12 @@ class NewItemTower:
     ) -> Self:
         """Opens the item tower in fp32 where items are made of features; `items` are the generation's own.
 
-        Where theirs go beyond OUTPUT_MAX vectors are not bounded, as the night bounds none then.
+        Where theirs go beyond OUTPUT_MAX a tower's vectors are not bounded, and others by theirs, as by the night.
         """
         inputs = NewItemInputs.of(manifest)
-        if np.abs(items.vectors[:_LOOKED_AT]).max(initial=0) > OUTPUT_MAX:
-            inputs = replace(inputs, most=np.inf)
+        largest = float(np.abs(items.vectors[:_LOOKED_AT]).max(initial=0))
+        if largest > OUTPUT_MAX:
+            inputs = replace(inputs, most=np.inf if inputs.features else largest)
         if not inputs.features:
             return cls(inputs)
         model = manifest.models[ITEM_TOWER]

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
+from cache.events.new_item_tower import OUTPUT_MAX
 from cache.model.tower_spec import InputSpec
 from precompute.adapters.folder import bundle_of
 from precompute.adapters.given import ClickMatrix, Vectors
@@ -76,7 +77,8 @@ def make_bundle(
 ) -> Bundle:
     """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
 
-    Items that are not in the table have the vectors that events `brought`, where these have as many numbers.
+    Items that are not in the table have the vectors that events `brought`, where these have as many numbers, none of
+    them far beyond the table's.
     The bundle names the table that its items are of; without interactions, other vectors of users make no other bundle.
     """
     sources = config.sources
@@ -116,8 +118,16 @@ def _items(config: NightConfig, erased: Erased) -> Vectors:
 
 
 def _with_brought(items: Vectors, brought: Mapping[bytes, Sequence[float]]) -> Vectors:
-    """Behind the rows of the table, which wins, those of items that it lacks."""
-    fitting = {raw.decode(): each for raw, each in brought.items() if len(each) == items.dims}
+    """Behind the rows of the table, which wins, those of items that it lacks.
+
+    Anybody sends events: a number beyond OUTPUT_MAX, and beyond all of the table's, would spoil the fold and the lists.
+    """
+    most = max(OUTPUT_MAX, float(np.abs(items.rows).max(initial=0)))
+    fitting = {
+        raw.decode(): each
+        for raw, each in brought.items()
+        if len(each) == items.dims and max(map(abs, each)) <= most
+    }
     known = set(
         pc.filter(items.ids, pc.is_in(items.ids, pa.array(list(fitting), pa.string()))).to_pylist()
     )

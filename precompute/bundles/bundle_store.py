@@ -10,16 +10,19 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from cache.errors import BundleError, ConfigError, StoreError
 from cache.store.artefacts import ArtefactStore, last_change, sha256_of, take_file, written_beside
-from precompute.bundles.bundle import FILE, Bundle
+from precompute.bundles.bundle import FILE, ITEMS_FILE, Bundle
 from precompute.bundles.bundle_swap import heal
 from precompute.config.settings import NightConfig
 
@@ -174,6 +177,33 @@ def sweep_bundles(store: ArtefactStore) -> int:
     for digest in gone:
         store.delete(f"bundles/{digest}")
     return len(gone)
+
+
+def forget_items(store: ArtefactStore, raws: Collection[bytes]) -> int:
+    """Remove bundles that nights made of tables with one of these items, or that cannot be read; how many they were.
+
+    Each generation has its own, and a night that needs one of the same tables makes it again, without what is erased.
+    """
+    if not raws:
+        return 0
+    named, made = pa.array([raw.decode() for raw in raws], pa.string()), made_of_tables(store)
+    gone = {each.digest for each in made if _may_hold(store, each.digest, named)}
+    for each in made:
+        if each.digest in gone:  # the record first: none may promise files that are gone
+            store.delete(each.path)
+    for digest in gone.difference(each.digest for each in handed_over(store)):
+        store.delete(f"bundles/{digest}")
+    return len(gone)
+
+
+def _may_hold(store: ArtefactStore, digest: str, named: Any) -> bool:
+    """True unless a bundle's list of items can be read, and has none of these (Arrow strings)."""
+    try:
+        with pa.BufferReader(store.read(_file(digest, ITEMS_FILE)) or b"") as raw:
+            listed = pq.read_table(raw, columns=["id"]).column("id").cast(named.type)
+        return bool(pc.any(pc.is_in(named, value_set=listed)).as_py())
+    except (pa.ArrowException, KeyError):
+        return True
 
 
 def _superseding(source: Path, known: list[HandedOver]) -> HandedOver | None:

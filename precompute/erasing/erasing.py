@@ -14,6 +14,7 @@ from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
 from precompute.builds.tables import ENTITIES
+from precompute.bundles.bundle_store import forget_items
 from precompute.config.generations_at_peak import retained
 from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
@@ -173,6 +174,7 @@ def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
     drop_hot(config, store, control, pending)
     forget_keys(store, [each.raw for each in pending if each.kind == "user"])
     forget_events(config, pending)
+    forget_items(store, [each.raw for each in pending if each.kind == "item"])
     # Rows before files: a night notes itself before it looks for erasures, and writes files after.
     held = holders(store, pending, control.rows())
     erasures = [

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cache.store.artefacts import take_file
+from cache.store.artefacts import take_file, write_atomically
 from precompute.partitions.shard_files import (
     HASH,
     ShardFiles,
@@ -37,6 +37,13 @@ class InteractionCounts:
     popularity: NDArray[np.int64]
     unknown: NDArray[np.uint64]
     late: int
+
+
+def write_counts(root: Path, counted: InteractionCounts) -> list[str]:
+    """Counts of interactions by item, and which unknown ones there were, for a night that takes this one over."""
+    write_atomically(root / POPULARITY, counted.popularity.astype("<i8").tobytes())
+    write_atomically(root / UNKNOWN, counted.unknown.astype("<u8").tobytes())
+    return [POPULARITY, UNKNOWN]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,13 @@ from precompute.config.settings import NightConfig, parse_time
 from precompute.erasures.erasure import Erased
 from precompute.partitions.catalogue import item_texts
 from precompute.partitions.earlier import POPULARITY, UNKNOWN, UNKNOWN_SEED, Earlier
-from precompute.partitions.shard_files import kinds_of
+from precompute.partitions.shard_files import (
+    PARTITION,
+    POSITION,
+    kinds_of,
+    read_batches,
+    shard_paths,
+)
 from precompute.partitions.user_tables import USER_ROWS, VECTOR_ROWS
 from precompute.reuse.base import Base
 from precompute.reuse.items import places_of_items, turned
@@ -27,6 +33,7 @@ FILES: Final = "source files changed, vanished or came in between"
 TABLES: Final = "another table of users' features or vectors"
 VALUES: Final = "events set features of users since"
 BACK: Final = "an item is new that earlier interactions name"
+LEFT: Final = "an item is gone that events name"
 DAMAGED: Final = "a file of the base is damaged or gone"
 
 
@@ -133,10 +140,12 @@ def _taken(
     is_new = turned(places, items.count) < 0
     if is_new.any() and np.isin(_hashes(items, is_new), unknown).any():
         return None, BACK
+    if events and (places < 0).any() and _named_by_events(base, config.shards, places < 0):
+        return None, LEFT
     stayed = len(places) == items.count and bool((places == np.arange(len(places))).all())
     of_users = (INTERACTIONS, USER_ROWS, VECTOR_ROWS)
     return Earlier(
-        folder=base.build.root / "work/partition",
+        folder=base.build.root / PARTITION,
         seed=begun["user_seed"],
         files=files,
         event_files=events,
@@ -152,6 +161,17 @@ def _taken(
             if name.partition(".")[0] in of_users
         },
     ), ""
+
+
+def _named_by_events(base: Base, shards: int, which: NDArray[np.bool_]) -> bool:
+    """True if an event names one of these items: a night that reads all has neither its row nor a user of it alone."""
+    for shard in range(shards):
+        (path,) = shard_paths(base.build.root / PARTITION, shard, ("rows",))
+        for batch in read_batches(path, fields=(1, 3)):
+            ordinals = np.asarray(batch.column("ordinal"))[np.asarray(batch.column(POSITION)) > 0]
+            if which[ordinals[ordinals >= 0]].any():
+                return True
+    return False
 
 
 def _hashes(items: ItemTable, which: NDArray[np.bool_]) -> NDArray[np.uint64]:

@@ -3,12 +3,13 @@
 Anybody sends events. A number beyond a tower's table would end the night, and one that overflows it refuse it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.events.new_item_tower import OUTPUT_MAX
@@ -22,42 +23,45 @@ from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import Erased
 from precompute.partitions.catalogue import feature_inputs
 from precompute.scoring.inputs import bind
-from precompute.sources.columns import Bad, Ids
+from precompute.sources.columns import Bad, Ids, as_rows
 from precompute.sources.event_values import (
     EntityValues,
     EventValues,
     Kind,
+    brought_vectors,
     counted_behind,
     digest_of,
     with_event_values,
 )
 from precompute.sources.features import read_values
-from precompute.sources.files import SourceFile, feature_file
+from precompute.sources.files import SourceFile, feature_file, source_file
 from precompute.sources.readers import read_features
 from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, Unusable
-
-__all__ = [
-    "AT_ONCE", "BEYOND", "OUTPUT_MAX", "RAISES", "UNFIT", "NightValues", "run_apart", "values_of_night",
-]  # fmt: skip
 
 AT_ONCE: Final = 4_096
 """Users, or items, that are tried together."""
 RAISES: Final = "the model cannot be run on it"
 BEYOND: Final = f"an output beyond {OUTPUT_MAX:,.0f}"
 UNFIT: Final = "an output that does not fit its table's precision"
+VECTORS: Final = f"{EVENTS}.item_vectors"
+"""Name of the vectors that events brought in reports."""
+WIDTH: Final = "a vector of more or fewer numbers than the table's"
+BEYOND_TABLE: Final = f"a number beyond {OUTPUT_MAX:,.0f} and all of the table's"
 _TABLE_ROWS: Final = 64
 
 
 class NightValues(NamedTuple):
     """Values that events set, as a night takes them over: models' inputs, and `attributes` of items for filters.
 
-    `brought` are items that events made answerable; `users_digest` is that of the users' values.
+    `brought` are items that events made answerable, `unlisted` those of them that are in no table of the team's;
+    `users_digest` is that of the users' values.
     """
 
     users: EntityValues
     items: EntityValues
     attributes: EntityValues
     brought: frozenset[bytes]
+    unlisted: frozenset[bytes]
     users_digest: str
 
 
@@ -77,14 +81,59 @@ def values_of_night(
     inputs: dict[Kind, set[str]] = {
         kind: {str(each.column) for each in feature_inputs(bundle, kind)} for kind in ("user", "item")
     }  # fmt: skip
+    behind = counted_behind(config.events.keep_values_days, cut_s)
     found = EventValues.read(
         files, {"user": erased.users, "item": erased.items},
-        {**inputs, "item": inputs["item"] | {*config.sources.item_attributes}},
-        counted_behind(config.events.keep_values_days, cut_s),
+        {**inputs, "item": inputs["item"] | {*config.sources.item_attributes}}, behind,
     )  # fmt: skip
+    if config.sources.item_vectors:
+        vectors = brought_vectors(files, behind)
+        _note_left_out(
+            bundle, {raw: vectors[raw] for raw in vectors.keys() - erased.items}, unusable
+        )
     users = _usable(config, bundle, "user", found.users, unusable)
     items = _usable(config, bundle, "item", found.items, unusable)
-    return NightValues(users, items, found.items, found.brought, digest_of(users, inputs["user"]))
+    return NightValues(
+        users, items, found.items, found.brought, _unlisted(config, found.brought),
+        digest_of(users, inputs["user"]),
+    )  # fmt: skip
+
+
+def unlisted_in_words(begun: Mapping[str, Any], config: NightConfig) -> str:
+    """Line on items that are in no table, by the report of `begin`; empty where there is none."""
+    if not (items := begun.get("unlisted_items", 0)):
+        return ""
+    return (
+        f"\nitems by events that are in no table: {items:,}; each is gone {config.events.keep_values_days:g} days "
+        "([events] keep_values_days) after its newest event with features or a vector"
+    )
+
+
+def _unlisted(config: NightConfig, brought: Collection[bytes]) -> frozenset[bytes]:
+    """Those of some items that have no row in the table that says which items there are."""
+    sources = config.sources
+    if not brought or (table := sources.item_vectors or sources.item_features) is None:
+        return frozenset()
+    raws = sorted(brought)
+    named = pa.array([raw.decode() for raw in raws], pa.string())
+    is_listed = np.zeros(len(raws), np.bool_)
+    for ids, _ in read_features(source_file(table, config.path(".")), sources.item_column, ()):
+        is_listed |= as_rows(pc.is_in(named, value_set=ids.names))
+    return frozenset(raws[row] for row in np.flatnonzero(~is_listed).tolist())
+
+
+def _note_left_out(
+    bundle: Bundle, vectors: Mapping[bytes, Sequence[float]], unusable: Unusable
+) -> None:
+    """Notes vectors of new items that the bundle was made without: they would not do beside its table's."""
+    raws = sorted(vectors)
+    if not raws:
+        return
+    is_out = bundle.vocabulary.places(pa.array([raw.decode() for raw in raws], pa.string())) < 0
+    is_wide = np.array([len(vectors[raw]) != bundle.dims for raw in raws])
+    unusable.looked_at(VECTORS, len(raws))
+    bad: Bad = {WIDTH: is_out & is_wide, BEYOND_TABLE: is_out}
+    unusable.note_rows(VECTORS, bad, lambda row: {"item": raws[row].decode()})
 
 
 def _usable(

@@ -10,7 +10,7 @@ from typing import Any
 from cache.errors import ConfigError, Conflict
 from cache.format.manifest import MANIFEST_FORMAT
 from cache.formats import MANIFEST
-from cache.store.artefacts import generation_path, write_atomically
+from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, cut_of, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
 from precompute.builds.night import Night, StepRow
@@ -30,11 +30,11 @@ from precompute.erasures.host_records import note_left_out
 from precompute.events.files import EventFiles, event_files
 from precompute.events.marks import write_marks
 from precompute.partitions import catalogue
-from precompute.partitions.earlier import POPULARITY, UNKNOWN
+from precompute.partitions.earlier import write_counts
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.item_attributes import paths_of, write_item_attributes
 from precompute.partitions.named_filters import named_filters, passing_filters
-from precompute.partitions.partition import Partitioned, partition
+from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import TOUCHED
 from precompute.releases.cuts import demand_publishable
 from precompute.releases.registry import open_releases
@@ -44,7 +44,7 @@ from precompute.reuse.items import digests_files
 from precompute.reuse.words import base_in_words
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import shares, write_defaults, write_facets
-from precompute.scoring.event_trials import values_of_night
+from precompute.scoring.event_trials import unlisted_in_words, values_of_night
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
 from precompute.sources.files import all_files, digest_of, pin
@@ -118,6 +118,7 @@ def in_night(night: Night) -> StepRow:
     if found["already_live"]:
         return StepRow(found, f"{name} is live already{told}")
     begun = Build(night.config, night.config.store(), name).need("begin")
+    told = unlisted_in_words(begun, night.config) + told
     return StepRow(
         found, f"{name} ({_read(begun)})\n{base_in_words(begun.get('base') or {})}{told}"
     )
@@ -200,12 +201,6 @@ def _prepare(
         facts = {**facts, "events": {"until": str(events.until), "files": len(events.files)}}
     inputs = catalogue.feature_inputs(bundle, "user")
     unusable = Unusable(erased.users | erased.items)
-    values = values_of_night(
-        config, bundle, events.files, erased, unusable, cut_of(build.generation)
-    )
-    marks = [
-        write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
-    ] if config.events.enabled else []  # fmt: skip
     unchanged = unchanged_sources(build, sources_digest, events.files)
     with unchanged, ThreadPoolExecutor(1, "bundle") as beside:
         pinning = beside.submit(pin_bundle, build, bundle)
@@ -215,6 +210,12 @@ def _prepare(
                 pinning.result()  # what is wrong with a model is told now, not after hours of reading
             progress("read interactions", rows, 0)
 
+        values = values_of_night(
+            config, bundle, events.files, erased, unusable, cut_of(build.generation)
+        )
+        marks = [
+            write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
+        ] if config.events.enabled else []  # fmt: skip
         laid, item_columns = lay_out_items(
             config, bundle, build.root, erased=erased.items, unusable=unusable, base=base,
             values=values.items, brought=values.brought,
@@ -255,7 +256,7 @@ def _prepare(
         facts = facts | write_facets(build, attributes, items, shares(seen.counted.popularity))
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
     kept = [
-        *_write_counts(build, seen),
+        *write_counts(build.root, seen.counted),
         *digests_files(bundle),
         *partition_files(facts, config.shards),
     ]
@@ -276,6 +277,7 @@ def _prepare(
     counted = seen.counted
     build.report("begin", {
         **facts, **laid, "user_values": values.users_digest,
+        "unlisted_items": int((items.ordinals_of(list(values.unlisted)) >= 0).sum()),
         "bundle_files": pinned,
         "user_seed": seen.seed, "users": seen.users, "interactions": counted.interactions,
         "unknown_items": counted.unknown_items, "late": counted.late, "attributes": attributes,
@@ -290,10 +292,3 @@ def _prepare(
         },
         "seconds": time.perf_counter() - started,
     })  # fmt: skip
-
-
-def _write_counts(build: Build, seen: Partitioned) -> list[str]:
-    """Counts of interactions by item, and which unknown ones there were, for a night that takes this one over."""
-    write_atomically(build.path(POPULARITY), seen.counted.popularity.astype("<i8").tobytes())
-    write_atomically(build.path(UNKNOWN), seen.counted.unknown.astype("<u8").tobytes())
-    return [POPULARITY, UNKNOWN]

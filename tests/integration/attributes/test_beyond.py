@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.errors import SourceError
+from cache.errors import SourceError, StoreError
 from cache.events.event import Event
 from cache.format.manifest import Manifest
 from cache.store.artefacts import read_manifest
@@ -102,3 +102,20 @@ def test_a_value_of_the_teams_own_is_named_with_its_user_and_column(config: Nigh
 
     with pytest.raises(SourceError, match=f"user '{rows[17]['user']}'.*country {2**40}"):
         score.run(config, build, build["shards"])
+
+
+def test_a_table_that_is_written_over_while_events_are_tried_is_no_damage_but_a_night_to_repeat(
+    config: NightConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    click(config, sets(config, {}, {7: [0.5] * 16}))
+    take_events.run(config)
+    read, table = event_trials.read_features, config.path("items.parquet")
+
+    def half_written(*args: Any, **more: Any) -> Any:
+        table.write_bytes(table.read_bytes()[:-40])
+        return read(*args, **more)
+
+    monkeypatch.setattr(event_trials, "read_features", half_written)
+
+    with pytest.raises(StoreError, match=r"changed while .* run the night again"):
+        begin.run(config, data_until=FIRST, run_after=None)

@@ -5,14 +5,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import redis
 
 from cache.config.events import EventsConfig
 from cache.events.event import Event
 from cache.format.ids import hash_id
 from cache.store.artefacts import read_manifest
+from precompute.builds.build import Build
+from precompute.builds.night import Night
 from precompute.config.settings import NightConfig
-from precompute.steps import take_events
+from precompute.partitions.catalogue import open_items
+from precompute.steps import begin, take_events
 from tests.integration import nights
 from tests.integration.attributes.test_night import contents, prepared, rows_of
 from tests.integration.changed.worlds import beside
@@ -61,3 +66,37 @@ def test_a_value_counts_for_as_many_days_as_are_set(tmp_path: Path, redis_url: s
 
     assert countries == [country, country, user["country"], user["country"]]
     assert shown == [1, 1, 0, 0]
+
+
+def test_an_item_that_events_brought_is_in_nights_for_as_many_days_and_told_while_no_table_has_it(
+    tmp_path: Path, redis_url: str
+) -> None:
+    config = prepared(tmp_path, redis_url)
+    events = EventsConfig(enabled=True, keep_values_days=3.0)
+    config = replace(config, events=events, events_url=redis_url)
+    rows = rows_of(config, "items.parquet")
+    new = {"item": "new", "looks": [0.5] * 16, "stock": True, "brand": "acme"}
+    set_values(config, [
+        Event("a", 0, None, b"new", features={"looks": new["looks"]}, attributes={"stock": True}),
+        Event("b", 0, None, rows[0]["item"].encode(), features={"looks": new["looks"]}),
+    ])  # fmt: skip
+    take_events.run(config)
+    told, listed, words = [], [], []
+
+    def look(cut: str) -> None:
+        row = begin.in_night(Night(config, "a", data_until=cut))
+        build = Build(config, config.store(), row.found["generation"])
+        begun = build.need("begin")
+        told.append(begun["unlisted_items"])
+        listed.append(open_items(build.root, begun).ordinal_of(b"new") >= 0)
+        words.append("are in no table: 1; each is gone 3 days" in row.what)
+
+    for day, hour in ((10, 0), (12, 9), (12, 11)):
+        look(DAY.format(day, hour))
+    table = config.path("items.parquet")
+    whole = pa.Table.from_pylist([*rows, new], pq.read_schema(table))
+    pq.write_table(whole, table)
+    look(DAY.format(12, 9))
+
+    assert (told, listed) == ([1, 1, 0, 0], [True, True, False, True])
+    assert words == [True, True, False, False]

@@ -1,7 +1,9 @@
 """A bundle made of a table of vectors: the same of the same tables, and nothing of what it must not hold."""
 
+import hashlib
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from precompute.adapters.vectors import model_of
 from precompute.builds import vector_bundle
 from precompute.builds.vector_bundle import make_bundle
 from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_store import bundle_made_of, forget_items, made_of_tables
 from precompute.config.settings import NightConfig, Sources
 from precompute.erasures.erasure import Erased
 from tests.unit.precompute.adapters.written import item_vectors
@@ -177,3 +180,41 @@ def test_columns_have_the_names_that_are_configured(config: NightConfig, items: 
 def test_a_bundle_that_is_named_beside_a_table_of_items_is_refused(config: NightConfig) -> None:
     with pytest.raises(ConfigError, match=r"bundle \(mine\) and sources.item_vectors .* both set"):
         replace(config, bundle="mine")
+
+
+def test_a_vector_of_an_event_is_in_the_bundle_unless_it_would_not_do_beside_the_tables(
+    config: NightConfig, items: Floats
+) -> None:
+    good = {b"new": [2.0] * DIMS, b"longest": [-65_504.0] * DIMS}
+    bad = {b"huge": [65_600.0] + [0.0] * (DIMS - 1), b"end": [-3e38] * DIMS, b"short": [1.0]}
+
+    first, both = made(config, "a", brought=good), made(config, "b", brought={**good, **bad})
+
+    assert first.digest == both.digest and len(both.vocabulary) == ITEMS + 2
+    # A table of longer vectors takes longer ones.
+    write(config.path("items.parquet"), "item", [f"i{row}" for row in range(ITEMS)], 1e5 * items)
+    assert {*made(config, "c", brought={**good, **bad}).item_ids} >= {b"new", b"longest", b"huge"}
+
+
+def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: NightConfig) -> None:
+    store, digests = config.store(), {}
+    vectors: dict[str, dict[bytes, list[float]]] = {
+        "without": {},
+        "with": {b"new": [0.25] * DIMS},
+        "damaged": {b"other": [2.0] * DIMS},
+    }
+    for name, brought in vectors.items():
+        key = hashlib.sha256(name.encode()).hexdigest()
+        make = partial(make_bundle, config, before=None, brought=brought)
+        with bundle_made_of(store, key, make) as bundle:
+            digests[name] = bundle.digest
+    store.local(f"bundles/{digests['damaged']}/items.parquet").write_bytes(b"{")
+
+    assert forget_items(store, []) == 0
+    assert forget_items(store, [b"nobody", b"new"]) == 2
+
+    assert [each.digest for each in made_of_tables(store)] == [digests["without"]]
+    files = [each for each in store.local("bundles").rglob("*") if each.is_file()]
+    assert {each.parent.name for each in files} == {"bundles", digests["without"]}
+    assert not any(np.full(DIMS, 0.25, "f4").tobytes() in each.read_bytes() for each in files)
+    assert forget_items(store, [b"nobody", b"new"]) == 0

@@ -1,0 +1,40 @@
+"""Items that leave the catalogue after events named them: nights that copy are as full ones."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache.events.event import Event
+from precompute.reuse.inputs import LEFT
+from tests.integration.changed.month import Month, scored
+from tests.integration.taking.clicking import click, microseconds, taken
+
+
+def lose(month: Month, item: str) -> None:
+    path = month.config.path("items.parquet")
+    table = pq.read_table(path)
+    pq.write_table(table.filter(pa.array([each.as_py() != item for each in table["item"]])), path)
+
+
+def test_users_of_an_item_that_left_are_in_no_night_that_copies_either(month: Month) -> None:
+    quiet, named = month.ids("item")[:2]
+    at = microseconds(month.cut) - 1
+    click(
+        month.config,
+        [Event(f"e{n}", at, b"only-by-event-%d" % n, named.encode()) for n in range(9)],
+    )
+    taken(month.full)
+    month.publish()
+    reasons, users = [], []
+    for number, item in enumerate([quiet, named], 1):
+        month.night = number
+        lose(month, item)
+        full = scored(taken(month.full), month.cut)
+
+        generation = month.publish()
+
+        assert month.differences(generation, full) == []
+        begun = month.build(generation).need("begin")
+        reasons.append(begun["base"]["read_because"])
+        users.append(begun["users"])
+    # Without events of it an item may leave and the base's rows be taken over as ever.
+    assert reasons == ["", LEFT] and users[0] - users[1] == 9
