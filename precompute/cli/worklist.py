@@ -26,8 +26,6 @@ from precompute.control.control_keys import Control, connect
 from precompute.erasures.erasure import all_erasures
 from precompute.partitions import holdout
 
-LIMIT = 50
-
 
 class WorklistRow(NamedTuple):
     """Row of the worklist; `standing`: known (live generation, by now), coming (it acted after the cut) or no input."""

@@ -3,8 +3,8 @@
 Fields: `r` requests, `e` entities, `a:<source>` answers, `m:<reason>` misses, `s:<stage>` microseconds spent,
 `h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.log_buckets`), `x` what was shed under
 overload, `n:<experiment>=<arm>` requests of an arm, `f:<experiment>=<arm>=<event>` what was reported of it,
-`v:<result>` events by what became of them, `y:<reason>` requests of events refused whole, `w` answers with newer
-events, `c` lists of these compared with the night's, and `d` how much of them was not in it, in millionths.
+`v:<result>` events by what became of them, `y:<reason>` requests and pieces of the inbox refused whole, `w` answers
+with newer events, `c` lists of these compared with the night's, and `d` how much of them was not in it, in millionths.
 """
 
 from collections import Counter as Sum

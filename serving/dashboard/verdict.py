@@ -5,8 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from cache.format.manifest import CUT_CHARS
 from serving.answers.sources import FALLBACKS, STORED
-from serving.events.counts import ACCEPTED, REPEATED
-from serving.events.rejections import ERASED
+from serving.events.counts import ACCEPTED, ERASED, REPEATED
 from serving.fresh.event_follower import BEHIND
 
 Level = Literal["ok", "warn", "bad"]
@@ -235,16 +234,19 @@ def _events(body: Body) -> Iterator[Finding]:
     if told is None:
         return
     if told["up"] is False:
-        found = f"found: {told['durability']}, demanded: {told['demanded']}"
+        found, demanded = told["durability"], told["demanded"]
+        # What was found is that of the last look: one that kept enough then, or was never looked at, is away.
+        falls_short = demanded != "any" and found not in (None, "always", demanded)
+        why = f"keeps less than is demanded (found: {found}, demanded: {demanded})"
         yield Finding(
             "bad",
-            f"No events are accepted: their Redis is away, or keeps less than is demanded ({found}).",
-            "larder check says which. Producers send again whatever has no 202.",
+            f"No events are accepted: their Redis {why if falls_short else 'is away'}.",
+            "larder check says more. Producers send again whatever has no 202.",
         )
     if refused := told["refused"].get("events_full"):
         yield Finding(
             "bad",
-            f"The stream of events is full: {_count(refused, 'request')} refused in the last minutes.",
+            f"The stream of events is full: events were refused {_count(refused, 'time')} in the last minutes.",
             _ROOM,
         )
     elif (full := _part(told["stream_bytes"], told["stream_max_bytes"])) >= STREAM_WARN:

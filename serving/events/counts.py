@@ -13,8 +13,16 @@ from serving.metrics.event_counters import by_label
 from serving.metrics.fast_counters import Seconds
 
 ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
+ERASED = "erased"
+"""Reason under which nothing of the event is kept: who was erased is not to be found here either."""
 REFUSALS = ("events_full", "events_unavailable", "overloaded")
-"""Reasons for which a request of events is refused whole."""
+"""Reasons for which a request of events, or a piece of the inbox, is refused whole."""
+REJECTIONS = (
+    ERASED, TOO_MANY, "too_large", "in_future", "missing_field", "invalid_field", "unknown_field", "invalid_id",
+    "invalid_json", "unfit_item", "fixed_items", "invalid_feature", "too_many_features", "feature_too_long",
+    "not_finite",
+)  # fmt: skip
+"""Reasons for which an event is rejected."""
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _WAYS = ("http", "inbox")
@@ -25,8 +33,8 @@ class EventCounts(Collector):
 
     def __init__(self, redis: EventsRedis, keyspace: Keyspace, stream_bytes: int) -> None:
         """`stream_bytes`: bound of the stream."""
-        self.results: Counter[str] = Counter({ACCEPTED: 0, REPEATED: 0, TOO_MANY: 0})
         # What first appears above 0 has no increase an alert could see.
+        self.results: Counter[str] = Counter(dict.fromkeys((ACCEPTED, REPEATED, *REJECTIONS), 0))
         self.refusals: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
         self.dropped = 0
         """Rejected events that were not kept, because too many waited to be written."""
@@ -69,7 +77,7 @@ class EventCounts(Collector):
         yield by_label(results, self.results)
         refusals = CounterMetricFamily(
             "larder_events_refused",
-            "Requests of events that were refused whole, by reason",
+            "Requests of events and pieces of the inbox that were refused whole, by reason",
             labels=["reason"],
         )
         yield by_label(refusals, self.refusals)

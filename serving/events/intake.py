@@ -64,7 +64,7 @@ class EventIntake:
     async def take_entries(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]]) -> None:
         """Takes entries of the inbox, by their ids; each is accepted, or rejected and kept, when this returns.
 
-        Raises EventsFull, EventsUnavailable and EventsBusy.
+        Raises EventsFull, EventsUnavailable and EventsBusy, and counts them: producers hear of none.
         """
         began, now_s, blocklist = self.timer(), self.clock(), self.blocklist()
         packed: list[PackedEvent] = []
@@ -77,7 +77,11 @@ class EventIntake:
                 rejected.append((found, fields))
             else:
                 sent.append(fields)
-        told = await self.inbox_acceptor.accept(packed)
+        try:
+            told = await self.inbox_acceptor.accept(packed)
+        except (EventsFull, EventsUnavailable, EventsBusy) as error:
+            self.counts.refusals[error.code] += 1
+            raise
         for problem, fields in rejected:
             self.rejections.add(problem.reason, problem.message[:DETAIL_CHARS], fields)
         for fields, each in zip(sent, told, strict=True):

@@ -8,16 +8,13 @@ import orjson
 
 from cache.format.redis_keys import Keyspace
 from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
-from serving.events.counts import EventCounts
+from serving.events.counts import ERASED, EventCounts
 
 FLUSH_S: Final = 1.0
 """Seconds between writes of what came over HTTP; a process that is killed loses as much of it."""
 WAITING_MAX: Final = 1_000
 SHOWN_BYTES: Final = 1_024
 """Bytes of a rejected event that are kept."""
-
-ERASED: Final = "erased"
-"""Reason under which nothing of the event is kept: who was erased is not to be found here either."""
 
 
 class _Rejection(NamedTuple):

@@ -70,6 +70,8 @@ class EventFollower:
         self._timer = timer
         self._clock = RedisClock(timer)
         self._floor: int | None = None
+        self._waits_since: float | None = None
+        """Since when there is something to follow and nothing was read yet, by `timer`."""
         self._blocklist = Blocklist()
         # Made once for each list: of 100,000 it takes 6 ms.
         self._blocked, self._free = _Sources(), _Sources()
@@ -132,9 +134,14 @@ class EventFollower:
         return True
 
     def lag_s(self) -> float:
-        """Seconds since everything was counted that had been accepted; 0 while nothing is known to be missing."""
-        if self._is_at_end or self._floor is None:
+        """Seconds since everything was counted that had been accepted; 0 while nothing is known to be missing.
+
+        Until the stream was read for the first time: seconds since there is something to read.
+        """
+        if self._is_at_end:
             return 0.0
+        if self._floor is None:
+            return 0.0 if self._waits_since is None else self._timer() - self._waits_since
         newest = Position.of_number(self.newer.users.last).ms / 1000
         return max(0.0, self._clock() - max(newest, self._at_end_at))
 
@@ -248,10 +255,12 @@ class EventFollower:
     def _fall_behind(self) -> None:
         if self._floor is not None or self._wanted_floor() is not None:
             self._is_at_end = False
+            if self._waits_since is None:
+                self._waits_since = self._timer()
             self._note(BEHIND)
 
     def _catch_up(self) -> None:
-        self._is_at_end, self._at_end_at = True, self._clock()
+        self._is_at_end, self._at_end_at, self._waits_since = True, self._clock(), None
         self._note(None)
 
 

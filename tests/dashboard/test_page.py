@@ -84,7 +84,7 @@ def test_events_have_a_part_and_a_link_only_where_they_are_taken_in(
 
     text = fast.run("document.getElementById('events').innerText").replace("\u00a0", " ")
     for expected in (
-        "no events are accepted", "31 s", "none yet", "12 requests refused whole: events full.",
+        "no events are accepted", "31 s", "none yet", "Refused whole, 12 times: events full.",
         data["events"]["counted_until"],
     ):  # fmt: skip
         assert expected in text, expected

@@ -53,7 +53,7 @@ function taken() {
 }
 
 function answers() {
-  const found = panel("events", "In answers", 4);
+  const found = panel("events", "Events in answers", 4);
   const place = el("div");
   found.body.append(place);
   return ({ events }) => {
@@ -79,7 +79,7 @@ function rejected() {
     const reasons = counts(events.results).filter(([name]) => name !== "accepted" && name !== "repeated");
     const refused = counts(events.refused);
     const told = [reasons.length ? null : "None in the last 5 minutes.",
-      ...refused.map(([name, n]) => `${count(n)} requests refused whole: ${words(name)}.`)];
+      ...refused.map(([name, n]) => `Refused whole, ${count(n)} times: ${words(name)}.`)];
     found.lede(told.filter(Boolean).join(" ") || "In the last 5 minutes.");
     keyed(list, reasons, {
       key: ([name]) => name,
@@ -93,7 +93,7 @@ function rejected() {
 }
 
 function stream() {
-  const found = panel("events", "Their Redis", 4);
+  const found = panel("events", "Redis of events", 4);
   const place = el("div");
   found.body.append(place);
   return ({ events }) => {
@@ -113,7 +113,7 @@ function stream() {
 }
 
 function positions() {
-  const found = panel("events", "How far", 4);
+  const found = panel("events", "How far events have come", 4);
   const place = el("div");
   found.body.append(place);
   return ({ events }) => {

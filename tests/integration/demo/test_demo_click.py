@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from rich.console import Console
 
 from cache.config.events import EventsConfig
 from infra.demo.checks import Broken, Judge, holding
 from infra.demo.dataset import Dataset, synthetic
+from infra.demo.fresh import click as click_module
 from infra.demo.fresh.click import Click
 from infra.demo.scrape import scrape
 from infra.demo.steps import Step, Steps
@@ -20,7 +22,7 @@ from precompute.config.settings import NightConfig
 from precompute.operations.train import train_reference
 from precompute.steps import take_events
 from serving.answers.sources import Source
-from serving.client import Answer, Client
+from serving.client import Answer, Client, EventReceipt
 from tests.integration import nights
 from tests.integration.fleet import fleet
 from tests.polling import until
@@ -143,3 +145,24 @@ def test_who_clicks_has_nothing_else_to_come() -> None:
 
     assert click.user in data.histories
     assert click.user not in data.arriving.users.to_pylist()
+
+
+def test_a_dashboard_that_somebody_has_open_is_asked_again_until_it_shows_the_click(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stale = {"counted_until": "1-0", "results": {}, "lag_s": 0.0}
+    shown = {"counted_until": "2-0", "results": {"accepted": 1}, "lag_s": 0.0}
+    uncounted = stale | {"counted_until": "2-0"}
+    documents = iter([{}, {"events": stale}, {"events": uncounted}, {"events": shown}])
+
+    async def get(_url: str, _path: str) -> tuple[int, bytes]:
+        return 200, orjson.dumps(next(documents, {"events": stale}))
+
+    monkeypatch.setattr(click_module, "get", get)
+    click = Answered(replace(synthetic(WORLD), profiles=None))
+    receipt = EventReceipt(1, 0, (), "everysec", "2-0")
+
+    assert click._dashboard(receipt) == "dashboard: 1 accepted, 0.0 s behind"
+    monkeypatch.setattr(click_module, "SHOWN_S", 0.2)
+    with pytest.raises(ValueError, match="does not show event 2-0"):
+        click._dashboard(receipt)

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
 from cache.config.events import EventsConfig
 from cache.format.redis_keys import Keyspace
@@ -41,7 +42,13 @@ def client(server: DurableRedis) -> Iterator[Any]:
 
 
 @pytest.fixture
-async def app(night: NightConfig, server: DurableRedis, client: Any) -> AsyncIterator[Running]:
+async def app(
+    night: NightConfig, redis_url: str, server: DurableRedis, client: Any
+) -> AsyncIterator[Running]:
+    # The dashboard shows what any service of this night counted within minutes, those of the tests before, too.
+    with redis.Redis.from_url(redis_url) as pages:
+        for key in pages.scan_iter(Keyspace(night.namespace).workers.replace("workers", "*")):
+            pages.delete(key)
     async with serving(night, events=SETTINGS, events_url=server.url, figures_s=0.1) as running:
         yield running
 

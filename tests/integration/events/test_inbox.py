@@ -190,10 +190,19 @@ async def test_a_full_stream_leaves_the_inbox_as_it_is(
         write(client, keyspace, *range(5))
         await asyncio.sleep(0.2)  # several tries
         assert client.xlen(keyspace.inbox) == 5 and not one.results["accepted"]
+        refusals = one.parts.intake.counts.refusals
+
+        async def counted() -> bool:
+            return (
+                refusals["events_full"] >= 2
+            )  # each try: the alert goes on as long as the inbox waits
+
+        assert await eventually(counted)
 
         client.delete(keyspace.events)
 
         assert await eventually(lambda: is_empty(client, keyspace))
+    assert refusals["events_unavailable"] == refusals["overloaded"] == 0
     assert len(stream_of(client, keyspace)) == 5
 
 

@@ -1,7 +1,9 @@
 """Rights that events need, on servers as compose.yaml starts them: the service's, a producer's, the night's."""
 
+import contextlib
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,14 @@ from tests.integration.events.test_check import told
 from tests.integration.releases.test_acl import CONF, answering, client
 from tests.integration.serving_app import eventually
 from tests.polling import until
+from tests.unit.infra.test_alerts import SECTIONS
 
 KEYS = Keyspace("default")
 SERVICES: Any = yaml.safe_load((CONF.parent / "compose.yaml").read_text())["services"]
 SHARED, OWN = "redis", "redis-events"
 KEPT = {SHARED: "none", OWN: "everysec"}
 """Durability of events in the server of pages, and in their own."""
+PASSWORDS = {"larder-reader": "reads", "larder-loader": "loads"}
 
 
 def started(name: str, folder: Path, socket: Path) -> Guarded:
@@ -150,20 +154,62 @@ def test_with_a_server_of_their_own_nobody_reaches_anything_else(tmp_path: Path)
 
 
 def test_a_server_of_their_own_gives_no_right_that_the_shared_one_does_not() -> None:
-    def brackets(file: str) -> Mapping[str, set[str]]:
-        lines = (CONF.parent / file).read_text().splitlines()
-        users = {line.split()[1]: line for line in lines if line.startswith("user larder-")}
-        return {name: set(re.findall(r"\([^)]*\)", line)) for name, line in users.items()}
+    """Brackets of the service are the same in both, its producers' line too; the night may do no other command."""
 
-    shared, own = brackets("redis.conf"), brackets("redis-events.conf")
+    def users(file: str) -> Mapping[str, str]:
+        lines = (CONF.parent / file).read_text().splitlines()
+        return {line.split()[1]: line for line in lines if line.startswith("user larder-")}
+
+    def brackets(line: str) -> set[str]:
+        return set(re.findall(r"\([^)]*\)", line))
+
+    def commands(line: str) -> set[str]:
+        return set(re.findall(r"\+([\w|]+)", line))
+
+    shared, own = users("redis.conf"), users("redis-events.conf")
 
     assert own.keys() == shared.keys()
-    assert own["larder-reader"] <= shared["larder-reader"]
-    assert [
-        each
-        for each in shared["larder-reader"]
-        if ":events" in each and each not in own["larder-reader"]
-    ] == []
+    assert own["larder-producer"] == shared["larder-producer"]
+    reads, all_reads = brackets(own["larder-reader"]), brackets(shared["larder-reader"])
+    assert reads <= all_reads
+    assert {each for each in all_reads if ":events" in each} <= reads
+    assert commands(own["larder-loader"]) <= commands(shared["larder-loader"])
+
+
+def told_to_run() -> list[tuple[str, str]]:
+    """(user, command) of each line of redis-cli in the runbook's sections of events; "" where no user is named."""
+    found = []
+    for text in (text for name, text in SECTIONS.items() if name.startswith("LarderEvents")):
+        user = ""
+        for line in re.split(r"(?m)^- ", text):
+            user = ""  # who is named holds for the rest of a step
+            for named, command in re.findall(r"as `(larder-\w+)`|`redis-cli ([^`]+)`", line):
+                user = named or user
+                if command:
+                    found.append((user, command))
+    return found
+
+
+@pytest.mark.parametrize(("user", "command"), told_to_run(), ids=" ".join)
+def test_what_the_runbook_says_to_run_the_user_that_it_names_may_run(
+    server: tuple[str, Path], user: str, command: str
+) -> None:
+    _, socket = server
+    with client(socket, "larder-producer", "produces") as producer:
+        producer.xadd(KEYS.inbox, {"user": "u"})
+    with client(socket, "larder-reader", "reads") as reader:
+        reader.xadd(KEYS.rejected_events, {"reason": "in_future"})
+        with contextlib.suppress(redis.exceptions.ResponseError):  # it is there
+            reader.xgroup_create(KEYS.inbox, GROUP, "0")
+    streams = {"$INBOX": KEYS.inbox, "$REJECTED": KEYS.rejected_events}
+    words = [streams.get(word, word) for word in shlex.split(command)]
+
+    with client(socket, user, PASSWORDS[user]) as connection:
+        assert connection.execute_command(*words)
+
+
+def test_the_runbook_tells_to_run_something() -> None:
+    assert len(told_to_run()) >= 4
 
 
 @pytest.mark.parametrize(

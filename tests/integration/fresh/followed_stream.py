@@ -1,5 +1,7 @@
 """A stream of events, and a follower of it that takes step by step."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,9 @@ class Stream:
     server: RedisServer
     keyspace: Keyspace
     limit_bytes: int = 1 << 20
+    timer: Callable[[], float] = time.monotonic
+    url: str = ""
+    """Where the follower looks for the stream, if elsewhere than `server`."""
     newer: NewerEvents = field(default_factory=NewerEvents)
     notes: list[str | None] = field(default_factory=list)
     looks: int = 0
@@ -36,8 +41,8 @@ class Stream:
         )
         self.client = redis.Redis.from_url(self.server.url, protocol=2)
         self.follower = EventFollower(
-            self.server.url, self.keyspace, self.newer, self.shelf, self.notes.append,
-            limit_bytes=self.limit_bytes,
+            self.url or self.server.url, self.keyspace, self.newer, self.shelf, self.notes.append,
+            limit_bytes=self.limit_bytes, timer=self.timer,
         )  # fmt: skip
         self._count = 0
 

@@ -1,6 +1,11 @@
 """The follower of the stream, step by step over a real Redis."""
 
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from cache.events.event import Event
@@ -11,6 +16,7 @@ from cache.store.blocklist import Blocklist
 from serving.fresh.event_follower import BEHIND
 from serving.fresh.event_metrics import EventMetrics
 from tests.integration.fresh.followed_stream import Stream
+from tests.integration.serving_app import eventually
 
 
 async def test_events_behind_the_oldest_generation_are_read_in_their_order(stream: Stream) -> None:
@@ -69,18 +75,32 @@ async def test_what_is_no_event_is_passed_over_once(stream: Stream) -> None:
     assert stream.items("u") == [b"a"] and stream.follower.unreadable == 2
 
 
+BIG = "x" * 1_000
+EVENTS: dict[str, Callable[[int], Event]] = {
+    "click": lambda number: Event(f"e{number}", 0, f"u{number}".encode(), b"i"),
+    "attribute": lambda number: Event(f"e{number}", 0, None, b"%d" % number, attributes={"a": BIG}),
+    "new item": lambda number: Event(f"e{number}", 0, None, b"%d" % number, vector=(0.5,) * 250),
+}
+
+
+@pytest.mark.parametrize("kind", EVENTS)
 async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_room(
-    redis_server: RedisServer, keyspace: Keyspace
+    redis_server: RedisServer, keyspace: Keyspace, kind: str
 ) -> None:
+    """Whatever kind of events fills it: each is held by a part of its own, and no other part has room for it."""
     stream = Stream(redis_server, keyspace, limit_bytes=1_000)
     stream.hold(BEGINNING)
     for number in range(300):
-        last = stream.click(f"u{number}")
+        last = stream.accept(EVENTS[kind](number))
     for _ in range(4):
         await stream.steps()
 
-    assert 0 < len(stream.newer.users) < 300 and stream.notes[-1] == BEHIND
-    assert stream.newer.users.size_bytes < 256 * 300  # one read beyond the bound
+    newer = stream.newer
+    parts = {"click": newer.users, "new item": newer.items}
+    held = len(parts[kind]) if kind in parts else len(newer.values.all_values("item", 0))
+    assert 0 < held <= 256 and stream.notes[-1] == BEHIND  # one read beyond the bound
+    assert newer.users.last < last.number
+    assert newer.users.size_bytes < 256 * 300
     assert stream.follower.lag_s() > 0.0
 
     stream.hold(last)
@@ -89,6 +109,37 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
 
     assert stream.items("u7") == [b"new"] and stream.notes[-1] is None
     assert stream.newer.users.last == after.number
+    stream.client.close()
+
+
+async def test_a_worker_that_has_read_nothing_yet_is_behind_since_there_is_something_to_read(
+    redis_server: RedisServer, keyspace: Keyspace, tmp_path: Path
+) -> None:
+    now = [1_000.0]
+    stream = Stream(redis_server, keyspace, timer=lambda: now[0], url=f"unix://{tmp_path}/nobody")
+    following = asyncio.create_task(stream.follower.run())
+
+    async def tried(notes: int) -> bool:
+        return len(stream.notes) >= notes
+
+    await asyncio.sleep(0)
+    now[0] += 60
+    assert stream.follower.lag_s() == 0.0 and not stream.notes  # no generation tells of events
+    stream.hold(BEGINNING)
+    assert await eventually(lambda: tried(1))
+    now[0] += 7
+    assert await eventually(lambda: tried(2))
+    following.cancel()
+    await asyncio.wait([following])
+    families = EventMetrics(stream.follower).collect()
+    values = {each.name: each.samples[0].value for each in families}
+    assert values["larder_events_lag_seconds"] == 7.0 and {*stream.notes} == {BEHIND}
+
+    there = Redis.from_url(redis_server.url, protocol=2)
+    await stream.follower.step(there, 1)
+    await there.aclose()
+
+    assert stream.follower.lag_s() == 0.0 and stream.notes[-1] is None
     stream.client.close()
 
 

@@ -93,6 +93,7 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
         night = await lists(app, users)
         (of_night,) = await lists(app, users[:1], filter=only_new)
 
+    assert all(each["producer"] == "live" for each in day)
     assert sum(bool(new_in(each)) for each in day) > 10
     assert of_night["items"] == filtered["items"]
     shared = [

@@ -65,6 +65,13 @@ async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
 
         assert await eventually(all_count)
         day = await lists_of(app, users)
+
+        async def archived() -> bool:
+            """True if the archive was read: the document waits a moment for it, and goes without it."""
+            shown = (await app.get("/dashboard/data"))["events"]
+            return shown["taken_until"] is not None
+
+        assert await eventually(archived, 20.0)
         shown = (await app.get("/dashboard/data"))["events"]
         assert shown["counted_until"] == sent.json()["position"] and shown["lag_s"] == 0.0
         assert shown["users"] == len(users)

@@ -15,8 +15,7 @@ from cache.tiers.eviction_history import Absence
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
 from serving.answers.sources import FALLBACKS, STORED, Source
 from serving.dashboard.verdict import INBOX_WARN_S, REJECTED_WARN, STREAM_WARN
-from serving.events.counts import ACCEPTED, REFUSALS, REPEATED
-from serving.events.rejections import ERASED
+from serving.events.counts import ACCEPTED, ERASED, REFUSALS, REPEATED
 from serving.metrics.miss_reasons import REASONS
 from serving.metrics.registry import OUTCOMES, STAGES
 from serving.replica.canary_stats import ARMS

@@ -11,7 +11,7 @@ from cache.format.redis_keys import Keyspace
 from serving.answers.sources import Source
 from serving.dashboard.counters import counted, difference, merged, pack, totals, unpack
 from serving.dashboard.time_bins import BIN_S, BINS_MAX, Bins, start_of
-from serving.events.counts import EventCounts
+from serving.events.counts import ACCEPTED, REFUSALS, REJECTIONS, REPEATED, EventCounts
 from serving.metrics.registry import Metrics
 
 fields = st.one_of(
@@ -74,6 +74,18 @@ def test_events_are_counted_by_what_became_of_them_and_what_they_changed() -> No
     }  # fmt: skip
     assert unpack(pack(found)) == found
     assert totals(found) == totals(counted(metrics))
+
+
+def test_reasons_of_events_begin_at_0_so_that_their_first_burst_is_an_increase() -> None:
+    counts = EventCounts(cast(Any, None), Keyspace("t"), 0)
+    results, refusals = list(counts.collect())[:2]
+
+    assert {each.labels["result"]: each.value for each in results.samples} == dict.fromkeys(
+        (ACCEPTED, REPEATED, *REJECTIONS), 0
+    )
+    assert {each.labels["reason"]: each.value for each in refusals.samples} == dict.fromkeys(
+        REFUSALS, 0
+    )
 
 
 def test_bins_keep_an_hour_however_long_they_are_filled_and_add_up_within_one() -> None:

@@ -172,10 +172,34 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "keeps less than is demanded (found: none, demanded: everysec)",
         "larder check",
     ),
+    "events, away after a good look": (
+        {"events": events(up=False)},
+        "bad",
+        "No events are accepted: their Redis is away.",
+        "larder check",
+    ),
+    "events, away from the start": (
+        {"events": events(up=False, durability=None)},
+        "bad",
+        "No events are accepted: their Redis is away.",
+        "larder check",
+    ),
+    "events, away where nothing is demanded": (
+        {"events": events(up=False, durability="none", demanded="any")},
+        "bad",
+        "No events are accepted: their Redis is away.",
+        "larder check",
+    ),
+    "events, kept for less": (
+        {"events": events(up=False, demanded="always")},
+        "bad",
+        "their Redis keeps less than is demanded (found: everysec, demanded: always)",
+        "larder check",
+    ),
     "events, full": (
         {"events": events(refused={"events_full": 1}, stream_bytes=100)},
         "bad",
-        "stream of events is full: 1 request refused",
+        "stream of events is full: events were refused 1 time in",
         "larder night",
     ),
     "events, filling": (

@@ -13,6 +13,7 @@ from cache.errors import ConfigError
 from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
+from serving.events.counts import REJECTIONS
 from serving.events.reading import EventReader, read_time
 from serving.requests.errors import Problem
 
@@ -98,7 +99,7 @@ def test_a_user_alone_and_an_item_alone_tell_values() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_event_is_rejected_with_its_reason(changed: dict[str, Any], reason: str) -> None:
-    assert reasons(WHOLE | changed) == [reason]
+    assert reasons(WHOLE | changed) == [reason] and reason in REJECTIONS
 
 
 def test_null_clears_an_attribute() -> None:
@@ -176,6 +177,7 @@ def test_each_event_is_read_or_rejected_and_what_is_read_comes_back(events: list
     found = READER.of_body(sent, NOW_S, NOBODY)
 
     assert sorted([*found.places, *(each.place for each in found.rejected)]) == [*range(len(sent))]
+    assert {each.reason for each in found.rejected} <= {*REJECTIONS}
     for place, packed in zip(found.places, found.packed, strict=True):
         event = Event.from_bytes(packed.body)
         assert event.to_bytes() == packed.body and len(packed.body) <= 256
@@ -224,7 +226,7 @@ def test_an_entry_that_is_no_event_is_rejected(fields: dict[str, str], reason: s
     with pytest.raises(Problem) as caught:
         of_inbox(**fields)
 
-    assert caught.value.reason == reason
+    assert caught.value.reason == reason and reason in REJECTIONS
 
 
 def test_an_entry_that_is_no_utf8_is_rejected() -> None:
