@@ -36,12 +36,13 @@ class Stream:
     """Times that the shelf was asked to look at all values again."""
 
     def __post_init__(self) -> None:
-        self.shelf: Any = SimpleNamespace(
+        shelf: Any = SimpleNamespace(
             holding=None, blocklist=Blocklist(), look_again=self._look_again
         )
+        self.shelf = shelf
         self.client = redis.Redis.from_url(self.server.url, protocol=2)
         self.follower = EventFollower(
-            self.url or self.server.url, self.keyspace, self.newer, self.shelf, self.notes.append,
+            self.url or self.server.url, self.keyspace, self.newer, shelf, self.notes.append,
             limit_bytes=self.limit_bytes, timer=self.timer,
         )  # fmt: skip
         self._count = 0

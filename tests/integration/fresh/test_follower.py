@@ -96,8 +96,11 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
         await stream.steps()
 
     newer = stream.newer
-    parts = {"click": newer.users, "new item": newer.items}
-    held = len(parts[kind]) if kind in parts else len(newer.values.all_values("item", 0))
+    held = {
+        "click": len(newer.users),
+        "attribute": len(newer.values.all_values("item", 0)),
+        "new item": len(newer.items),
+    }[kind]
     assert 0 < held <= 256 and stream.notes[-1] == BEHIND  # one read beyond the bound
     assert newer.users.last < last.number
     assert newer.users.size_bytes < 256 * 300

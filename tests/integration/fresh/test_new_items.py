@@ -334,7 +334,7 @@ async def test_of_a_blocked_item_no_value_stays_or_comes_whoever_brought_it(
     assert held.all_values("item", 0).keys() == {b"known", b"other"}
 
     stream.shelf.blocklist = Blocklist(1, items=frozenset([b"known"]))
-    stream.accept(Event("n3", 0, item=b"known", features={"looks": [1.0]}))
+    stream.accept(Event("n3", 0, item=b"known", features={"looks": (1.0,)}))
     stream.accept(Event("n4", 0, item=b"other", attributes={"stock": True}))
     await stream.steps()
     assert held.all_values("item", 0) == {b"other": {"price": 5, "stock": True}}
