@@ -1,7 +1,7 @@
 """The follower of the stream, step by step over a real Redis."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 
 import pytest
@@ -96,7 +96,7 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
         await stream.steps()
 
     newer = stream.newer
-    parts = {"click": newer.users, "new item": newer.items}
+    parts: dict[str, Sized] = {"click": newer.users, "new item": newer.items}
     held = len(parts[kind]) if kind in parts else len(newer.values.all_values("item", 0))
     assert 0 < held <= 256 and stream.notes[-1] == BEHIND  # one read beyond the bound
     assert newer.users.last < last.number
