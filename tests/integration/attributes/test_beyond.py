@@ -16,6 +16,7 @@ from cache.format.manifest import Manifest
 from cache.store.artefacts import read_manifest
 from precompute.config.settings import NightConfig
 from precompute.scoring import event_trials
+from precompute.sources.readers import read_features
 from precompute.steps import begin, embed_items, score, take_events
 from tests.integration import nights
 from tests.integration.attributes.test_night import (
@@ -109,11 +110,11 @@ def test_a_table_that_is_written_over_while_events_are_tried_is_no_damage_but_a_
 ) -> None:
     click(config, sets(config, {}, {7: [0.5] * 16}))
     take_events.run(config)
-    read, table = event_trials.read_features, config.path("items.parquet")
+    table = config.path("items.parquet")
 
     def half_written(*args: Any, **more: Any) -> Any:
         table.write_bytes(table.read_bytes()[:-40])
-        return read(*args, **more)
+        return read_features(*args, **more)
 
     monkeypatch.setattr(event_trials, "read_features", half_written)
 

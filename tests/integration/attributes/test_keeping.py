@@ -75,10 +75,11 @@ def test_an_item_that_events_brought_is_in_nights_for_as_many_days_and_told_whil
     events = EventsConfig(enabled=True, keep_values_days=3.0)
     config = replace(config, events=events, events_url=redis_url)
     rows = rows_of(config, "items.parquet")
-    new = {"item": "new", "looks": [0.5] * 16, "stock": True, "brand": "acme"}
+    looks = (0.5,) * 16
+    new = {"item": "new", "looks": list(looks), "stock": True, "brand": "acme"}
     set_values(config, [
-        Event("a", 0, None, b"new", features={"looks": new["looks"]}, attributes={"stock": True}),
-        Event("b", 0, None, rows[0]["item"].encode(), features={"looks": new["looks"]}),
+        Event("a", 0, None, b"new", features={"looks": looks}, attributes={"stock": True}),
+        Event("b", 0, None, rows[0]["item"].encode(), features={"looks": looks}),
     ])  # fmt: skip
     take_events.run(config)
     told, listed, words = [], [], []
