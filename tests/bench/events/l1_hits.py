@@ -11,9 +11,6 @@ resamples of them.
 """
 
 import random
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import permutations
 from pathlib import Path
 from statistics import median
@@ -26,13 +23,13 @@ from cache.events.accept import SCRIPT, StreamBounds, call_of, packed
 from cache.events.event import Event
 from tests.bench.events.fresh import SETTINGS, make_case
 from tests.bench.hostile import interval
+from tests.bench.observe import served
 from tests.bench.read_path import Case
 from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
-from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.http_load import Program
 from tests.bench.tools.mix import path_of
 from tests.bench.tools.place import own_server
 from tests.bench.tools.sockets import per_cpu_s, request
-from tests.integration.nights import environment
 from tests.polling import until
 
 TIMES, QUICK_TIMES = 12, 3
@@ -57,16 +54,6 @@ def accept(case: Case, count: int) -> None:
             ]  # fmt: skip
             keys, arguments = call_of(keyspace, bounds, [packed(keyspace, each) for each in events])
             client.eval(SCRIPT, len(keys), *keys, *arguments)
-
-
-@contextmanager
-def served(case: Case, name: str, settings: Mapping[str, str]) -> Iterator[Program]:
-    """The service with these settings, on the first core."""
-    command = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
-    env = environment(case.night, **settings)
-    with program(command, case.folder / f"{name}.log", env) as running:
-        place(running)
-        yield running
 
 
 def counts_others(target: Program) -> bool:

@@ -110,11 +110,11 @@ def test_a_table_that_is_written_over_while_events_are_tried_is_no_damage_but_a_
 ) -> None:
     click(config, sets(config, {}, {7: [0.5] * 16}))
     take_events.run(config)
-    read, table = read_features, config.path("items.parquet")
+    table = config.path("items.parquet")
 
     def half_written(*args: Any, **more: Any) -> Any:
         table.write_bytes(table.read_bytes()[:-40])
-        return read(*args, **more)
+        return read_features(*args, **more)
 
     monkeypatch.setattr(event_trials, "read_features", half_written)
 

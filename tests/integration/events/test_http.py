@@ -14,7 +14,7 @@ from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import change_blocklist
 from precompute.config.settings import NightConfig
 from serving.client import AsyncClient, Client, InvalidRequest, NewEvent, Policy, Unavailable
-from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of
+from tests.integration.events.durable_redis import DurableRedis, stream_of
 from tests.integration.events.intakes import event
 from tests.integration.nights import build_night
 from tests.integration.serving_app import BASE, Running, eventually, serving
@@ -26,12 +26,6 @@ SETTINGS = EventsConfig(enabled=True, durability="always", batch=100, of_one=50)
 @pytest.fixture(scope="module")
 def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
     return build_night(tmp_path_factory.mktemp("night"), redis_url, users=50, items=40)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DurableRedis]:
-    with durable_redis(tmp_path_factory.mktemp("durable")) as running:
-        yield running
 
 
 @pytest.fixture
