@@ -254,9 +254,8 @@ class Reply:
         What was reused has a measure of its own.
         """
         is_near = case.near is not None and source is Source.LIVE
-        is_computed = bool(case.new_items) and source is Source.LIVE
-        is_of_now = case.counted is not None or case.names_new_items or is_computed
-        if turn.options.is_reshaped or is_near or is_of_now:
+        has_new = bool(case.new_items) and (source is Source.LIVE or case.names_new_items)
+        if turn.options.is_reshaped or is_near or has_new or case.counted is not None:
             return
         picks = self._watch.picks
         picks.left -= 1

@@ -107,8 +107,8 @@ class Case:
 
     @property
     def names_new_items(self) -> bool:
-        """True if a record that is read for it was computed with new items; without an input none is."""
-        return bool(self.new_items) and self._stored is not None
+        """True if the record read for it is not the one the night stored: where there are new items, it has them."""
+        return self._stored is not None
 
     @property
     def of_the_night(self) -> Want:
