@@ -46,7 +46,11 @@ def _default_tables() -> dict[str, TableConfig]:
 class NightConfig(SharedConfig):
     """Everything a night needs to know. `semantic` names the part that decides the result."""
 
-    FROM_ENVIRONMENT: ClassVar = (*(SharedConfig.FROM_ENVIRONMENT or ()), "device")
+    FROM_ENVIRONMENT: ClassVar = (
+        *(SharedConfig.FROM_ENVIRONMENT or ()),
+        "device",
+        "device_tasks",
+    )
 
     bundle: Filled = DEFAULT_BUNDLE
     """Bundle of models to score with: a folder or an fsspec URL."""
@@ -70,7 +74,10 @@ class NightConfig(SharedConfig):
     """Number of threads; 0: as many as affinity and the control group's `cpu.max` leave."""
     device: str = "auto"
     """Device that scoring runs on: `auto` takes all GPUs that torch (extra `gpu`) sees, `off` the processor; `cuda`,
-    `cuda:1` and `cpu` (torch without a GPU: for tests) are demanded. The lists have the same bits."""
+    `cuda:1` and `cpu` (torch without a GPU: for tests) are demanded. The lists of given vectors have the same bits."""
+    device_tasks: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of scoring tasks that share a GPU: each takes such a part of its memory. Slots of the pool `gpu` by the
+    GPUs of a worker's host."""
     redis_timeout_s: PositiveFloat = 30.0
     """Seconds that Redis may take for an answer."""
     superseded_grace_s: NonNegativeFloat = 60.0

@@ -1,10 +1,62 @@
-"""ONNX Runtime with its telemetry off: wheels since 1.29 report every session unless the environment forbids it."""
+"""ONNX Runtime: its telemetry off, and the provider that runs a model: the processor's, or that of a GPU."""
 
 import os
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Self
 
-# setdefault: who wants it says so in the environment.
+# setdefault: wheels since 1.29 report every session; who wants it says so in the environment.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime as ort
 
-__all__ = ["ort"]
+__all__ = ["CPU", "Accelerator", "ort", "provider_of"]
+
+CPU: Final = "cpu"
+_PROVIDERS: Final = {
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+    CPU: "CPUExecutionProvider",
+}
+_NAME: Final = re.compile(r"(cuda|tensorrt)(?::(\d{1,3}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """GPU that ONNX Runtime is asked to run models on: `provider` is cuda or tensorrt; 0 bytes is all its memory."""
+
+    provider: str
+    number: int = 0
+    limit_bytes: int = 0
+
+    @classmethod
+    def named(cls, name: str) -> Self | None:
+        """The accelerator of `cuda`, `cuda:1`, `tensorrt` and so on; None for `cpu`."""
+        if (found := _NAME.fullmatch(name)) is None:
+            return None
+        return cls(found[1], int(found[2] or 0))
+
+    def missing(self) -> str | None:
+        """Reason why this ONNX Runtime cannot use it, as far as that is known before a model is opened."""
+        if _PROVIDERS[self.provider] in ort.get_available_providers():
+            return None
+        return (
+            f"ONNX Runtime {ort.__version__} here has no {_PROVIDERS[self.provider]}: install onnxruntime-gpu in the "
+            "place of onnxruntime"
+        )
+
+    def providers(self) -> list[Any]:
+        """Providers as a session takes them, in the order in which it tries them; TF32 would cost the agreement."""
+        options: dict[str, Any] = {"device_id": self.number, "use_tf32": 0}
+        if self.limit_bytes:
+            options["gpu_mem_limit"] = self.limit_bytes
+        found: list[Any] = [(_PROVIDERS["cuda"], options), _PROVIDERS[CPU]]
+        if self.provider == "tensorrt":
+            found.insert(0, (_PROVIDERS["tensorrt"], {"device_id": self.number}))
+        return found
+
+
+def provider_of(session: ort.InferenceSession) -> str:
+    """The provider that a session's nodes go to first: cpu where that of a GPU could not be loaded."""
+    first = session.get_providers()[0]
+    return next((name for name, each in _PROVIDERS.items() if each == first), CPU)

@@ -10,12 +10,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import BundleError
-from cache.model.runtime import ort
+from cache.model.runtime import Accelerator, ort, provider_of
 from cache.model.tower_spec import TowerSpec, check_fits
 
-_TILE_NUMBERS = 1 << 21
-"""Gathered numbers (rows x padded length x dims) per run: 8 MB stay in the caches, and memory stays bounded."""
-_TILE_ROWS = 4096
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Size of one run at most: rows, and gathered numbers (rows x padded length x dims)."""
+
+    rows: int
+    numbers: int
+
+    def halved(self) -> "Tile":
+        """Half of both, of rows one at least."""
+        return Tile(max(1, self.rows // 2), self.numbers // 2)
+
+
+OF_CACHES = Tile(4096, 1 << 21)
+"""Tile of a processor: 8 MB stay in its caches, and memory stays bounded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +87,7 @@ class Tower:
     ) -> None:
         self.spec = spec
         self.buckets = buckets
+        self.provider = provider_of(session)
         self._session = session
         self._buffers = _Buffers()
 
@@ -86,16 +99,18 @@ class Tower:
         *,
         threads: int = 1,
         cores: Sequence[int] = (),
-        gpu: int | None = None,
+        accelerator: Accelerator | None = None,
     ) -> Self:
         """Load a model; raises BundleError naming both sides when a name, dtype or shape does not fit.
 
-        `threads` run one inference, the caller's being one of them; the others stay on `cores`, if any are named. `gpu`
-        runs it there, if ONNX Runtime has its CUDA provider; then the rows beside a row may decide its last bits.
+        `threads` run one inference, the caller's being one of them; the others stay on `cores`, if any are named. On an
+        `accelerator`, if its provider can be loaded, the rows beside a row may decide its last bits; `provider` says
+        what runs it.
         """
         options = _options(threads, cores)
+        providers = ["CPUExecutionProvider"] if accelerator is None else accelerator.providers()
         try:
-            session = ort.InferenceSession(str(path), options, providers=_providers(gpu))
+            session = ort.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
             raise BundleError(
                 f"{path.name} is not a model that ONNX Runtime opens: {error}"
@@ -111,17 +126,23 @@ class Tower:
         """
         out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
         for rows, feed in self.batches(inputs, self._buffers):
-            out[rows] = self._session.run([self.spec.output], feed)[0][: len(rows)]
+            out[rows] = self.fed(feed)[: len(rows)]
         return out
 
+    def fed(self, feed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+        """Outputs for one batch of `batches`."""
+        found: NDArray[np.float32] = self._session.run([self.spec.output], feed)[0]
+        return found
+
     def batches(
-        self, inputs: Inputs, buffers: "_Buffers | None" = None
+        self, inputs: Inputs, buffers: "_Buffers | None" = None, tile: Tile | None = None
     ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
         """(row numbers, what ONNX Runtime is fed for them): the batches that `run` runs.
 
         One row alone is fed twice, and the first output is its own: sums over a single row, and products with one, take
-        other code, whose last bits differ.
+        other code, whose last bits differ. A `tile` other than that of a processor is a device's.
         """
+        tile = tile or OF_CACHES
         histories = next((each for each in inputs.values() if isinstance(each, Histories)), None)
         if histories is None:
             lengths: tuple[int, ...] = (0,)
@@ -135,7 +156,7 @@ class Tower:
             length = lengths[bucket]
             members = np.flatnonzero(which == bucket)
             numbers = max(1, length) * self.spec.output_dims
-            step = max(1, min(_TILE_ROWS, _TILE_NUMBERS // numbers))
+            step = max(1, min(tile.rows, tile.numbers // numbers))
             for start in range(0, len(members), step):
                 rows = members[start : start + step]
                 fed = rows if len(rows) > 1 else np.repeat(rows, 2)
@@ -179,13 +200,6 @@ class _Buffers(threading.local):
         if flat is None or len(flat) < size:
             flat = self._flat[name] = np.empty(1 << (size - 1).bit_length(), dtype)
         return flat[:size].reshape(rows, length)
-
-
-def _providers(gpu: int | None) -> list[Any]:
-    cuda = "CUDAExecutionProvider"
-    if gpu is None or cuda not in ort.get_available_providers():
-        return ["CPUExecutionProvider"]
-    return [(cuda, {"device_id": gpu, "use_tf32": 0}), "CPUExecutionProvider"]
 
 
 def _options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:

@@ -9,9 +9,10 @@ import logging
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Self
 
 import numpy as np
@@ -41,6 +42,9 @@ _EXPRESSION = re.compile(
 _CONTAINERS = {None, "builtins.tuple", "builtins.list", "builtins.dict"}
 _FORBIDDEN = ("as_operator", "as_custom_obj", "custom_obj")
 
+STREAMS = 2
+"""Callers whose batches a GPU takes at once: while one is copied the other is computed."""
+
 _ONE_AT_A_TIME = threading.Lock()
 """torch's loader and its compiler keep what they are at in global variables."""
 
@@ -51,10 +55,13 @@ class Program:
     """Exported model on its device: compiled and warmed once on a GPU, thread-safe."""
 
     def __init__(self, run: Callable[..., Any], order: Sequence[int], device: torch.device) -> None:
-        self._run = run
+        self._plain = self._run = run
         self._order = order
         self._device = device
         self._is_warm = device.type != "cuda"
+        self._streams: SimpleQueue[torch.cuda.Stream | None] = SimpleQueue()
+        for _ in range(STREAMS):
+            self._streams.put(None if device.type != "cuda" else torch.cuda.Stream(device))
 
     @classmethod
     def open(cls, path: Path, names: Sequence[str], device: str) -> Self:
@@ -63,6 +70,8 @@ class Program:
         Raises BundleError for what is no program, holds more than one needs, or has other inputs.
         """
         where = torch.device(device)
+        # TF32 keeps ten bits of float32's 23: neither products nor convolutions would agree with the ONNX file.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         try:
             archive = io.BytesIO(_rewritten(path))
             with _ONE_AT_A_TIME:
@@ -84,33 +93,86 @@ class Program:
             program = move_to_device_pass(program, device)
         return cls(program.module(), [names.index(each) for each in found], where)
 
-    def run(self, feed: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-        """The output float32 [n, dims], inputs in the order of `names`; raises MemoryError where there is no room."""
+    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+        """The output float32 [n, dims] of each batch, its inputs in the order of `names`.
+
+        The next batch is made and sent while one is computed. Raises MemoryError where there is no room.
+        """
+        stream = self._streams.get()
+        under_way: Callable[[], NDArray[np.float32]] | None = None
         try:
+            for feed in feeds:
+                following = self._started(feed, stream)
+                if under_way is not None:
+                    yield under_way()
+                under_way = following
+            if under_way is not None:
+                yield under_way()
+        except RuntimeError as error:
+            if not _is_full(error):
+                raise
+            raise MemoryError(str(error)) from error
+        finally:
+            self._streams.put(stream)
+
+    def _started(
+        self, feed: Sequence[NDArray[Any]], stream: torch.cuda.Stream | None
+    ) -> Callable[[], NDArray[np.float32]]:
+        """Sends a batch on its way; to be called for what it gave."""
+        if stream is None:
             with torch.inference_mode():
                 tensors = [torch.from_numpy(feed[each]).to(self._device) for each in self._order]
-                with _ONE_AT_A_TIME if not self._is_warm else nullcontext():
-                    if not self._is_warm:
-                        self._warm(tensors)
-                found = self._run(*tensors)
-                while isinstance(found, list | tuple) and len(found) == 1:
-                    found = found[0]
-                out: NDArray[np.float32] = found.to(torch.float32).cpu().numpy()
-                return out
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
+                found = self._output(tensors).to(torch.float32).cpu()
+            return lambda: np.asarray(found.numpy(), np.float32)
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            pinned = [torch.from_numpy(feed[each]).pin_memory() for each in self._order]
+            out = self._output([each.to(self._device, non_blocking=True) for each in pinned])
+            host = torch.empty(out.shape, dtype=torch.float32, pin_memory=True)
+            host.copy_(out, non_blocking=True)
+            is_there = torch.cuda.Event()
+            is_there.record(stream)
+
+        def settled() -> NDArray[np.float32]:
+            is_there.synchronize()
+            found: NDArray[np.float32] = host.numpy()
+            return found
+
+        return settled
+
+    def _output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        with nullcontext() if self._is_warm else _ONE_AT_A_TIME:
+            if not self._is_warm:
+                self._warm(tensors)
+        try:
+            found = self._run(*tensors)
+        except Exception as error:  # the compiler may stumble over a shape that is new to it
+            if self._run is self._plain or _is_full(error):
+                raise
+            _log.warning("the program goes on uncompiled: %s", error)
+            self._run = self._plain
+            found = self._run(*tensors)
+        while isinstance(found, list | tuple) and len(found) == 1:
+            found = found[0]
+        tensor: torch.Tensor = found
+        return tensor
 
     def _warm(self, tensors: Sequence[torch.Tensor]) -> None:
         """Compiles for any number of rows; where that fails the program runs as it is."""
-        plain = self._run
         try:
-            compiled = torch.compile(plain, dynamic=True)
+            compiled = torch.compile(self._plain, dynamic=True)
             compiled(*tensors)
         except Exception as error:  # the compiler's errors share no base class of their own
+            if _is_full(error):
+                raise
             _log.warning("the program is not compiled: %s", error)
         else:
             self._run = compiled
         self._is_warm = True
+
+
+def _is_full(error: Exception) -> bool:
+    """True if the device is out of memory, for which cuBLAS has an error of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
 
 
 def _rewritten(path: Path) -> bytes:

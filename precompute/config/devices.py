@@ -3,6 +3,7 @@
 import fcntl
 import functools
 import importlib.util
+import itertools
 import logging
 import os
 import tempfile
@@ -60,29 +61,75 @@ def device_of(wanted: str, shard: int) -> str | None:
 
 
 @contextmanager
-def least_busy(wanted: str, shard: int, folder: Path | None = None) -> Iterator[str | None]:
-    """The device of one shard of many processes on this host: its own turn's unless that one is taken and another free.
+def least_busy(
+    wanted: str, shard: int, tasks: int = 1, folder: Path | None = None
+) -> Iterator[str | None]:
+    """The device of one shard of many processes on this host: the one on which fewest score, of equals its own turn's.
 
-    Taken is what a living process holds a lock of, so nothing is left behind by one that was killed. Where all are
-    taken, several share one.
+    Who scores holds a lock, so nothing is left behind by one that was killed. `tasks` is how many may share a device;
+    more than that share it, too, and the log says so.
     """
     found = devices(wanted)
     if len(found) < 2:
         yield device_of(wanted, shard)
         return
-    turn = shard % len(found)
+    turn, place = shard % len(found), folder or Path(tempfile.gettempdir())
     with ExitStack() as held:
-        for device in (*found[turn:], *found[:turn]):
-            file = held.enter_context(_lock_file(device, folder or Path(tempfile.gettempdir())))
+        with _lock_file(place, "choice") as choice:
+            fcntl.flock(choice, fcntl.LOCK_EX)  # no two count at once
+            busy = {each: _taken(place, each) for each in (*found[turn:], *found[:turn])}
+            chosen = min(busy, key=lambda each: len(busy[each]))
+            slot = next(each for each in itertools.count() if each not in busy[chosen])
+            claim = held.enter_context(_lock_file(place, _slot(chosen, slot)))
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if len(busy[chosen]) >= tasks:
+            _log.warning(
+                "%d processes score on %s, and device_tasks is %d: memory is not shared out among so many",
+                len(busy[chosen]) + 1, chosen, tasks,
+            )  # fmt: skip
+        yield chosen
+
+
+def share_memory(device: str, tasks: int) -> int:
+    """Keeps torch in this process to its share of a GPU's memory; the bytes of one of so many tasks, 0 off GPUs."""
+    if not device.startswith("cuda"):
+        return 0
+    import torch
+
+    torch.cuda.set_per_process_memory_fraction(1 / tasks, device)
+    return int(torch.cuda.get_device_properties(device).total_memory // tasks)
+
+
+def identity(device: str) -> str:
+    """Name of a GPU for all processes of this host, whatever each of them sees: its UUID, of a MIG instance its own."""
+    import torch
+
+    number = int(device.partition(":")[2])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if number < len(visible) and visible[number].startswith(("GPU-", "MIG-")):
+        return visible[number].replace("/", "-")
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _taken(folder: Path, device: str) -> set[int]:
+    """Slots of a device that living processes hold."""
+    found = set()
+    for path in folder.glob(_lock_name(_slot(device, "*"))):
+        with path.open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                continue
-            yield device
-            return
-        yield found[turn]
+                found.add(int(path.stem.rpartition(".")[2]))
+    return found
 
 
-def _lock_file(device: str, folder: Path) -> IO[str]:
-    path = folder / f"larder-{os.getuid()}-{device.replace(':', '-')}.lock"
-    return path.open("a")
+def _slot(device: str, number: int | str) -> str:
+    return f"{identity(device)}.{number}"
+
+
+def _lock_name(what: str) -> str:
+    return f"larder-{os.getuid()}-{what}.lock"
+
+
+def _lock_file(folder: Path, what: str) -> IO[str]:
+    return (folder / _lock_name(what)).open("a")

@@ -1,4 +1,4 @@
-"""Exact top-K on GPUs, by torch.
+"""Towers and the exact top-K on GPUs.
 
 Imports topk. Start at `scorer`.
 """

@@ -225,12 +225,14 @@ class DeviceScorer:
             self._streams.put(stream)
 
     def _room_bytes(self) -> int:
-        """Bytes that one slab may take of the memory that is free now."""
+        """Bytes that one slab may take of what is free now, and of the share of the memory that this process has."""
         if self._device.type != "cuda":
             return _PROCESSOR_BYTES
-        free, _ = torch.cuda.mem_get_info(self._device)
-        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int((free + kept) * _SHARE / STREAMS)
+        free, total = torch.cuda.mem_get_info(self._device)
+        used = torch.cuda.memory_allocated(self._device)
+        kept = torch.cuda.memory_reserved(self._device) - used
+        share = total * torch.cuda.get_per_process_memory_fraction(self._device) - used
+        return max(0, int(min(free + kept, share) * _SHARE / STREAMS))
 
     def _shape(self, asked: _Asked, fetch: int) -> SearchShape:
         """The widest product that has room, of as many users as fill the device."""

@@ -15,7 +15,7 @@ from cache.model.tower_spec import TowerSpec
 from cache.topk.topk import AnyScorer, Scorer
 from precompute.builds.build import Build, open_bundle
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.config.devices import OFF, device_of
+from precompute.config.devices import OFF, devices, share_memory
 from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.item_features import ItemFeatures
 from precompute.reuse.base import Base
@@ -63,8 +63,10 @@ class Place:
     Who asks for a scorer and uses it holds `turn`: several at once would only share what computes.
     """
 
-    def __init__(self, device: str | None) -> None:
+    def __init__(self, device: str | None, tasks: int = 1) -> None:
         self.device = device
+        if device is not None:
+            share_memory(device, tasks)
         self.turn = threading.Lock()
         self._made: dict[Metric, AnyScorer] = {}
         self._towers: dict[str, AnyTower] = {}
@@ -93,11 +95,14 @@ class Place:
 
 
 class Scorers:
-    """State that the shards of one build share in a process: its bundle, and the places; several GPUs take turns."""
+    """State that the shards of one build share in a process: its bundle, and the places, one for each GPU."""
 
-    def __init__(self, device: str = OFF) -> None:
+    def __init__(self, device: str = OFF, tasks: int = 1) -> None:
         self._device = device
+        self._tasks = tasks
         self._places: dict[str | None, Place] = {}
+        self._at: dict[int, str | None] = {}
+        self._done: set[int] = set()
         self._bundle: Bundle | None = None
         self._bases: list[Base | None] = []
         self._opening = threading.Lock()
@@ -117,9 +122,21 @@ class Scorers:
             return self._bases[0]
 
     def at(self, shard: int) -> Place:
-        """The place of one shard, always the same."""
-        device = device_of(self._device, shard)
-        return self._places.setdefault(device, Place(device))
+        """The place of one shard, always the same: at first the one with the fewest that are not done."""
+        with self._opening:
+            if shard not in self._at:
+                busy = [device for each, device in self._at.items() if each not in self._done]
+                found: tuple[str | None, ...] = devices(self._device) or (None,)
+                self._at[shard] = min(found, key=busy.count)
+            device = self._at[shard]
+            if device not in self._places:
+                self._places[device] = Place(device, self._tasks)
+            return self._places[device]
+
+    def done(self, shard: int) -> None:
+        """Notes that nothing of a shard is left to do."""
+        with self._opening:
+            self._done.add(shard)
 
 
 def item_inputs(

@@ -47,8 +47,8 @@ def run_shard(
         fetch_items(made)
         with ExitStack() as taken:
             if scorers is None:
-                device = taken.enter_context(least_busy(config.device, shard))
-                scorers = Scorers(device or config.device)
+                device = taken.enter_context(least_busy(config.device, shard, config.device_tasks))
+                scorers = Scorers(device or config.device, config.device_tasks)
             bundle = scorers.bundle(made)
             base = scorers.base(made)
             users = score_users(made, bundle, shard, scorers, progress, base)
@@ -67,6 +67,7 @@ def run_shard(
             "began_at": began_at, "ended_at": time.time(),
         }  # fmt: skip
         made.report(shard_report(shard), report)
+        scorers.done(shard)
     return {
         "shard": shard,
         "users": report["users"]["scored"],
@@ -91,7 +92,8 @@ def run(
 
     What one raises ends the others at their next sign of progress; what was finished is found again.
     """
-    scorers, given_up, telling = Scorers(config.device), threading.Event(), threading.Lock()
+    scorers = Scorers(config.device, config.device_tasks)
+    given_up, telling = threading.Event(), threading.Lock()
     failed: list[BaseException] = []
 
     def told(what: str, done: int, total: int) -> None:

@@ -25,10 +25,12 @@ from precompute.gates.evidence.verdict import (
 )
 
 ROUNDING: Final = 2e-5
-"""Rounding tolerance of a float32 product, relative to the lengths of both vectors."""
+"""Rounding tolerance of a score, relative to the lengths of both vectors: twice what a user's vector may be off on a
+device (`device.towers.LENGTH_AGREEMENT`), and the rounding of a float32 product."""
 
 OUTPUT_ROUNDING: Final = 1e-4
-"""Rounding tolerance of a model's outputs between batches, relative to the row's largest."""
+"""Rounding tolerance of a model's outputs between batches and devices, relative to the row's largest; as
+`device.towers.AGREEMENT`."""
 
 ITEMS_AT_ONCE: Final = 8_192
 ROWS_AT_ONCE: Final = 512

@@ -34,7 +34,8 @@ def identity(candidate: Candidate) -> Measured:
     if build is None or (build.need("begin").get("base") or {}).get("generation") is None:
         return Measured(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
-    bundle, scorers = open_bundle(build), Scorers(build.config.device)
+    bundle = open_bundle(build)
+    scorers = Scorers(build.config.device, build.config.device_tasks)
     wrong, looked_at, noted = 0, 0, ""
     for shard in shards:
         users = ShardWork.of(build, bundle, shard, scorers)

@@ -4,14 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cache.errors import ConfigError
 from cache.store.artefacts import generation_path
 from precompute.config.devices import devices
 from precompute.config.settings import NightConfig
+from precompute.device.towers import LENGTH_AGREEMENT, DeviceTower
 from precompute.operations.train import train_reference
-from precompute.scoring import towers
 from precompute.steps import begin, embed_items, score
 from tests.devices import DEVICE
 from tests.integration.night.test_streaming import elsewhere, files_of
@@ -76,17 +77,48 @@ def test_a_night_by_programs_is_published(
     )
     train_reference(config, data_until=UNTIL)
     opened = []
-    plain = towers.ProgramTower.run
+    plain = DeviceTower.run
 
     def run(self: Any, inputs: Any) -> Any:
         opened.append(self._name)
         return plain(self, inputs)
 
-    monkeypatch.setattr(towers.ProgramTower, "run", run)
+    monkeypatch.setattr(DeviceTower, "run", run)
     generation = publish_night(config, UNTIL)
     root = config.store().local(generation_path(generation))
     assert set(opened) == {"user_tower", "item_tower", "user_affinity"}
     assert (root / "bundle/user_tower.pt2").is_file()
+
+
+def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gates(
+    prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a device whose vectors have other last bits for every second user, at the edge of what is allowed
+    reference = replace(prepared.reference, programs=True)
+    config = replace(
+        elsewhere(prepared, tmp_path),
+        device=DEVICE,
+        bundle=str(tmp_path / "bundle"),
+        reference=reference,
+    )
+    train_reference(config, data_until=UNTIL)
+    moved = []
+    plain = DeviceTower._outputs
+
+    def outputs(self: Any, inputs: Any) -> Any:
+        found = plain(self, inputs)
+        if self._name == "user_tower":
+            lengths = np.linalg.norm(found[::2], axis=1)
+            off = np.random.default_rng(len(found)).standard_normal(found[::2].shape)
+            off *= (0.9 * LENGTH_AGREEMENT * lengths / np.linalg.norm(off, axis=1))[:, None]
+            moved.append(int((found[::2] + off.astype(np.float32) != found[::2]).any(axis=1).sum()))
+            found[::2] += off.astype(np.float32)
+        return found
+
+    monkeypatch.setattr(DeviceTower, "_outputs", outputs)
+
+    assert publish_night(config, UNTIL)
+    assert sum(moved) > 150
 
 
 def test_a_device_that_is_not_there_is_said_before_anything_is_read(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cache.model.tower import Tile
 from cache.store.artefacts import generation_path
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import read_shard
@@ -57,14 +58,14 @@ def elsewhere(config: NightConfig, folder: Path) -> NightConfig:
 @pytest.fixture(autouse=True)
 def one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last bits of a product differ between one row and several, whatever the chunks are."""
-    monkeypatch.setattr("cache.model.tower._TILE_ROWS", 1)
+    monkeypatch.setattr("cache.model.tower.OF_CACHES", Tile(1, 1 << 21))
 
 
 @pytest.fixture(scope="module")
 def whole(prepared: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     config = elsewhere(prepared, tmp_path_factory.mktemp("whole"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cache.model.tower._TILE_ROWS", 1)
+        patch.setattr("cache.model.tower.OF_CACHES", Tile(1, 1 << 21))
         build = begun(config)
         for shard in range(SHARDS):
             score.run_shard(config, build, shard)
@@ -223,7 +224,7 @@ def test_what_comes_after_scoring_reads_no_whole_shard(
 def test_a_shard_scored_alone_takes_the_least_busy_device(
     prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(elsewhere(prepared, tmp_path), device="off")
+    config = replace(elsewhere(prepared, tmp_path), device="off", device_tasks=3)
     build, made = begun(config), []
     opened: list[Any] = []
     given_back: list[Any] = []
@@ -234,9 +235,9 @@ def test_a_shard_scored_alone_takes_the_least_busy_device(
         yield "the least busy"
         given_back.append(asked)
 
-    def scorers(device: str) -> Scorers:
+    def scorers(device: str, tasks: int) -> Scorers:
         assert not given_back
-        made.append(device)
+        made.append((device, tasks))
         return Scorers()
 
     monkeypatch.setattr(score, "least_busy", least_busy)
@@ -245,4 +246,4 @@ def test_a_shard_scored_alone_takes_the_least_busy_device(
     score.run_shard(config, build, 1)
     score.run_shard(config, build, 0, scorers=Scorers())
 
-    assert opened == given_back == [("off", 1)] and made == ["the least busy"]
+    assert opened == given_back == [("off", 1, 3)] and made == [("the least busy", 3)]

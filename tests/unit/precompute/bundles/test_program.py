@@ -13,17 +13,17 @@ import orjson
 import pytest
 
 from cache.errors import BundleError, ConfigError
-from cache.model.tower import Histories, Tower
+from cache.model.tower import Histories, Tile, Tower
 from precompute.bundles.bundle import Bundle
+from precompute.device import towers as device_tower
+from precompute.device.towers import DeviceTower
 from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
-from precompute.scoring import towers
-from precompute.scoring.towers import ProgramTower
 from tests.devices import DEVICE
 
 torch = pytest.importorskip("torch", reason="programs need torch: make torch-env")
 
-from precompute.bundles.program import Program  # noqa: E402
+from precompute.bundles.program import STREAMS, Program  # noqa: E402
 
 ITEMS = 40
 NAMES = ("user_tower", "item_tower", "user_affinity")
@@ -62,7 +62,13 @@ def inputs_of(model, rows=30):
 def tower_of(model, program=None):
     names = [each.name for each in model.spec.inputs]
     running = program or Program.open(model.program, names, DEVICE)
-    return ProgramTower(model.name, Tower.open(model.path, model.spec), running, names)
+    return DeviceTower(model.name, Tower.open(model.path, model.spec), running)
+
+
+def alone(program, values):
+    """Outputs of a program of one input for one batch."""
+    (found,) = program.outputs([[values]])
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,7 +101,7 @@ def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_p
     )  # fmt: skip
     model = replace(bundle.user_tower, program=other.user_tower.program)
 
-    with pytest.raises(BundleError, match="user_tower differs") as caught:
+    with pytest.raises(BundleError, match="user_tower on the device differs") as caught:
         tower_of(model).run(inputs_of(model))
 
     assert caught.value.details["threshold"] == 1e-4
@@ -104,41 +110,105 @@ def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_p
 
 def test_numbers_that_are_none_do_not_agree(bundle):
     class Broken:
-        def run(self, feed):
-            return np.full((len(feed[0]), 12), np.nan, np.float32)
+        def outputs(self, feeds):
+            for feed in feeds:
+                yield np.full((len(feed[0]), 12), np.nan, np.float32)
 
     with pytest.raises(BundleError, match="nan"):
         tower_of(bundle.user_tower, Broken()).run(inputs_of(bundle.user_tower))
 
 
-def test_a_device_without_room_leaves_the_rows_to_onnx(bundle, caplog):
-    model = bundle.user_tower
+class Small:
+    """A device that has room for so many rows at once, and counts what it was asked for."""
 
-    class Full:
-        calls = 0
+    def __init__(self, model, room):
+        self.tower, self.room, self.asked = Tower.open(model.path, model.spec), room, []
 
-        def run(self, feed):
-            self.calls += 1
-            if self.calls > 2:
+    def outputs(self, feeds):
+        for (history,) in feeds:
+            self.asked.append(len(history))
+            if len(history) > self.room:
                 raise MemoryError("no room")
-            return Tower.open(model.path, model.spec)._session.run(
-                ["vector"], {"history": feed[0]}
-            )[0]
+            yield self.tower.fed({"history": history})
 
+
+def test_a_device_without_room_takes_smaller_batches_from_then_on(bundle, monkeypatch):
+    monkeypatch.setattr(device_tower, "OF_DEVICE", Tile(32, 1 << 27))
+    model, inputs = bundle.user_tower, inputs_of(bundle.user_tower, 60)
+    small = Small(model, 9)
+    tower = tower_of(model, small)
+
+    found = tower.run(inputs)
+    asked, small.asked = small.asked, []
+    again = tower.run(inputs)
+
+    wanted = Tower.open(model.path, model.spec).run(inputs)
+    assert np.allclose(found, wanted, rtol=0, atol=1e-6) and np.array_equal(found, again)
+    assert max(asked) > 9 >= max(small.asked)
+
+
+def test_a_device_without_any_room_leaves_the_rows_to_onnx(bundle, caplog):
+    model = bundle.user_tower
     inputs = inputs_of(model)
 
-    found = tower_of(model, Full()).run(inputs)
+    found = tower_of(model, Small(model, 0)).run(inputs)
 
     assert np.array_equal(found, Tower.open(model.path, model.spec).run(inputs))
     assert "ONNX Runtime goes on" in caplog.text
 
 
-def test_out_of_memory_is_a_memory_error(bundle):
+def test_a_chunk_of_short_histories_is_one_batch_of_a_device(bundle):
+    """Crumbs for a processor's caches, hundreds of launches a chunk, took longer than the lists."""
+    model = bundle.user_tower
+    device = Small(model, 1 << 20)
+    histories = Histories.of(np.random.default_rng(2).integers(0, ITEMS, (16_384, 3)))
+
+    tower = tower_of(model, device)
+    tower.run({"history": histories})
+
+    assert device.asked[1:] == [16_384]  # after the rows that are compared
+
+
+def test_the_next_batch_is_sent_before_one_is_waited_for():
+    seen = []
+
+    class Slow(Program):
+        def _started(self, feed, stream):
+            seen.append(f"sent {feed[0]}")
+
+            def settled():
+                seen.append(f"there {feed[0]}")
+                return feed[0]
+
+            return settled
+
+    found = list(Slow(None, [0], torch.device("cpu")).outputs([[each] for each in range(3)]))
+
+    assert found == [0, 1, 2]
+    assert seen == ["sent 0", "sent 1", "there 0", "sent 2", "there 1", "there 2"]
+
+
+def test_out_of_memory_is_a_memory_error_and_gives_the_stream_back(bundle):
     def full(*_):
         raise torch.OutOfMemoryError("no room")
 
-    with pytest.raises(MemoryError, match="no room"):
-        Program(full, [0], torch.device(DEVICE)).run([np.zeros((1, 1), np.int32)])
+    program = Program(full, [0], torch.device(DEVICE))
+    for _ in range(STREAMS + 1):
+        with pytest.raises(MemoryError, match="no room"):
+            list(program.outputs([[np.zeros((1, 1), np.int32)]]))
+
+
+def test_a_compiler_that_stumbles_over_a_new_shape_leaves_the_program_as_it_was(caplog):
+    program = Program(lambda rows: rows.float(), [0], torch.device("cpu"))
+
+    def compiled(*_):
+        raise ValueError("a shape of its own")
+
+    program._run = compiled
+
+    (found,) = program.outputs([[np.ones((2, 3), np.int32)]])
+
+    assert found.tolist() == [[1, 1, 1]] * 2 and "goes on uncompiled" in caplog.text
 
 
 def test_a_program_that_was_changed_does_not_open(bundle, tmp_path):
@@ -273,7 +343,7 @@ def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path
     wanted = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run(
         {"item_index": np.arange(3)}
     )
-    assert np.array_equal(program.run([np.arange(3, dtype=np.int32)]), wanted)
+    assert np.array_equal(alone(program, np.arange(3, dtype=np.int32)), wanted)
 
 
 def test_a_compressed_archive_and_what_is_none_are_refused(bundle, tmp_path):
@@ -295,7 +365,7 @@ def test_programs_may_be_opened_at_the_same_time(bundle):
         )
 
     history = np.zeros((2, 3), np.int32)
-    assert len({each.run([history]).tobytes() for each in opened}) == 1
+    assert len({alone(each, history).tobytes() for each in opened}) == 1
 
 
 def test_other_inputs_than_specified_are_named(bundle):
@@ -311,10 +381,10 @@ def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, 
 
     monkeypatch.setattr(torch, "compile", broken)
     program = Program.open(bundle.item_tower.program, ["item_index"], DEVICE)
-    plain = program.run([np.arange(3, dtype=np.int32)])
+    plain = alone(program, np.arange(3, dtype=np.int32))
     program._is_warm = False  # as on a GPU
 
-    assert np.array_equal(program.run([np.arange(3, dtype=np.int32)]), plain)
+    assert np.array_equal(alone(program, np.arange(3, dtype=np.int32)), plain)
     assert "no compiler here" in caplog.text
 
 
@@ -338,6 +408,6 @@ def test_the_comparison_is_made_once(bundle, monkeypatch):
     tower = tower_of(bundle.item_tower)
     inputs = inputs_of(bundle.item_tower)
     tower.run(inputs)
-    monkeypatch.setattr(towers, "AGREEMENT", -1.0)
+    monkeypatch.setattr(device_tower, "AGREEMENT", -1.0)
 
     tower.run(inputs)

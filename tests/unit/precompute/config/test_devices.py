@@ -3,12 +3,15 @@
 import importlib.util
 import subprocess
 import sys
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from cache.errors import ConfigError
 from precompute.config import devices
 from precompute.config.settings import NightConfig, night_config
+from precompute.scoring import shard
 from precompute.scoring.shard import Scorers
 
 
@@ -61,16 +64,18 @@ def test_several_gpus_take_the_shards_in_turn(monkeypatch, tmp_path):
     (tmp_path / "gpu").touch()
     monkeypatch.setattr(devices, "_SIGNS", (str(tmp_path / "gpu"),))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(shard, "share_memory", lambda *_: 0)
     scorers = Scorers("auto")
 
     assert devices.devices("auto") == ("cuda:0", "cuda:1")
-    assert [devices.device_of("auto", shard) for shard in range(3)] == [
+    assert [devices.device_of("auto", each) for each in range(3)] == [
         "cuda:0",
         "cuda:1",
         "cuda:0",
     ]
     assert devices.device_of("cuda:1", 0) == "cuda:1"
-    assert scorers.at(0) is scorers.at(2) is not scorers.at(1)
+    assert scorers.at(0) is not scorers.at(1)
+    assert scorers.at(0) is scorers.at(2) is scorers.at(0)
     assert scorers.at(1).device == "cuda:1"
 
 
@@ -85,36 +90,114 @@ def test_the_device_decides_nothing_of_a_generation():
     assert NightConfig(device="off").semantic() == NightConfig(device="cuda").semantic()
 
 
-def test_a_shard_takes_the_gpu_that_no_other_process_scores_on(monkeypatch, tmp_path):
-    """Shards 0 and 2 ran on GPU 0 while GPU 1 idled."""
-    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1"))
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from precompute.config import devices\n"
-        "devices.devices = lambda wanted: ('cuda:0', 'cuda:1')\n"
-        "with devices.least_busy('auto', 0, Path(sys.argv[1])) as device:\n"
-        "    print(device, flush=True)\n"
-        "    sys.stdin.read()\n"
+def test_a_gpu_that_is_done_takes_the_next_shard(monkeypatch):
+    monkeypatch.setattr(shard, "devices", lambda wanted: ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(shard, "share_memory", lambda *_: 0)
+    scorers = Scorers("auto")
+
+    assert [scorers.at(each).device for each in range(4)] == ["cuda:0", "cuda:1"] * 2
+    scorers.done(1)
+    scorers.done(3)
+
+    assert [scorers.at(each).device for each in (4, 5)] == ["cuda:1", "cuda:1"]
+    assert scorers.at(0).device == "cuda:0"
+
+
+def share(device, tasks):
+    """Bytes of an 8 GB GPU that one of so many tasks is given, and the part of it that torch is kept to."""
+    torch = pytest.importorskip("torch", reason="make torch-env")
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.cuda, "set_per_process_memory_fraction", lambda *each: kept.append(each)
+        )
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 << 30)
+        )
+        return devices.share_memory(device, tasks), kept
+
+
+def test_tasks_that_share_a_gpu_share_its_memory_by_declaration():
+    assert share("cuda:1", 2) == (4 << 30, [(0.5, "cuda:1")])
+    assert share("cpu", 2) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("", ["UUID 0", "UUID 1"]),
+        ("3,2", ["UUID 0", "UUID 1"]),
+        ("MIG-GPU-5/1/0", ["MIG-GPU-5-1-0", "UUID 1"]),
+        ("GPU-8,MIG-9", ["GPU-8", "MIG-9"]),
+    ],
+)
+def test_a_gpu_has_one_name_whatever_a_process_sees(monkeypatch, visible, names):
+    torch = pytest.importorskip("torch", reason="make torch-env")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda each: SimpleNamespace(uuid=f"UUID {each[-1]}")
     )
-    other = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with other:
-        assert other.stdout is not None and other.stdout.readline() == "cuda:0\n"
-        with devices.least_busy("auto", 2, tmp_path) as second:
-            assert second == "cuda:1"
-            with devices.least_busy("auto", 4, tmp_path) as third:  # all are taken: two share
-                assert third == "cuda:0"
+
+    assert [devices.identity(f"cuda:{number}") for number in range(2)] == names
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from precompute.config import devices
+devices.devices = lambda wanted: ("cuda:0", "cuda:1", "cuda:2")
+devices.identity = lambda device: device[-1]
+with devices.least_busy("auto", int(sys.argv[2]), 2, Path(sys.argv[1])) as device:
+    print(device, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def holding(folder, shard_number):
+    """(the process that scores a shard, its device)."""
+    command = [sys.executable, "-c", HOLD, str(folder), str(shard_number)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        yield other, other.stdout.readline().strip()
         other.kill()
-    with devices.least_busy("auto", 2, tmp_path) as after:
-        assert after == "cuda:0"
+
+
+def test_a_shard_takes_the_gpu_on_which_fewest_processes_score(monkeypatch, tmp_path, caplog):
+    """Shards 0 and 2 ran on GPU 0 while GPU 1 idled."""
+    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1", "cuda:2"))
+    monkeypatch.setattr(devices, "identity", lambda device: device[-1])
+
+    def taken(number):
+        with devices.least_busy("auto", number, 2, tmp_path) as device:
+            return device
+
+    with ExitStack() as stack:
+        both = [stack.enter_context(holding(tmp_path, 0)) for _ in range(5)]
+        assert [device[-1] for _, device in both] == ["0", "1", "2", "0", "1"]
+        assert taken(0) == "cuda:2"  # one scores there, two on the others
+
+        # When one of those on GPU 1 is killed, and both on GPU 0
+        for killed in (both[4], both[0], both[3]):
+            killed[0].kill()
+            killed[0].wait()
+        assert taken(1) == "cuda:0"  # its claims are gone with it
+        with devices.least_busy("auto", 0, 2, tmp_path) as first:
+            assert first == "cuda:0"
+            assert [taken(number) for number in (0, 1, 2)] == ["cuda:0", "cuda:1", "cuda:2"]
+        assert "device_tasks" not in caplog.text
+
+        # When more come than were declared
+        more = [stack.enter_context(holding(tmp_path, 0)) for _ in range(4)]
+        assert sorted(device for _, device in more) == ["cuda:0", "cuda:0", "cuda:1", "cuda:2"]
+        assert taken(1) == "cuda:1" and "3 processes score on cuda:1" in caplog.text
 
 
 def test_one_device_or_none_is_taken_without_a_lock(monkeypatch, tmp_path):
     for found, taken in (((), None), (("cuda:1",), "cuda:1")):
         monkeypatch.setattr(devices, "devices", lambda wanted, found=found: found)
-        with devices.least_busy("auto", 3, tmp_path) as device:
+        with devices.least_busy("auto", 3, 1, tmp_path) as device:
             assert device == taken
     assert not list(tmp_path.iterdir())

@@ -16,8 +16,7 @@ def test_a_tower_runs_on_as_many_threads_as_are_configured_or_may_be_used(
 ) -> None:
     opened: list[int] = []
 
-    def noted(_path: Path, _spec: object, *, threads: int, gpu: int | None) -> None:
-        assert gpu is None
+    def noted(_path: Path, _spec: object, *, threads: int) -> None:
         opened.append(threads)
 
     monkeypatch.setattr(towers, "usable_cores", lambda: 3)

@@ -1,0 +1,121 @@
+"""A tower on a GPU: fed in batches of its size, and compared with its ONNX file on the processor."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import BundleError
+from cache.model.tower import Inputs, Tile, Tower, rows_of, rows_taken
+
+AGREEMENT = 1e-4
+"""Largest deviation of a tower on a device from its ONNX file on the processor, relative to the largest number of the
+row: what the gates `exact_numbers` and `item_vectors` allow."""
+LENGTH_AGREEMENT = 8e-6
+"""Length of the deviation of a user's vector, relative to the vector's. Two scores of a list then differ by twice this
+at most, which together with the rounding of their sums is what the gate `exact_lists` allows."""
+OF_DEVICE = Tile(1 << 14, 1 << 27)
+"""Tile of a GPU: a whole chunk of users with short histories, 512 MiB of float32 for what is gathered."""
+_OF_VECTORS = "user_tower"
+_COMPARED = 64
+
+_log = logging.getLogger(__name__)
+
+
+class OnTheDevice(Protocol):
+    """A form of a model on its device."""
+
+    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+        """Outputs of each batch of inputs, in its own order; raises MemoryError where the device has no room."""
+
+
+class OnnxOnGpu:
+    """The ONNX file itself, by ONNX Runtime's provider for the GPU."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+        self._names = [each.name for each in tower.spec.inputs]
+
+    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+        """Outputs of each batch; raises MemoryError where the provider's arena is full."""
+        for feed in feeds:
+            try:
+                yield self._tower.fed(dict(zip(self._names, feed, strict=True)))
+            except Exception as error:  # ONNX Runtime's errors share no base class of their own
+                if "allocate" not in str(error) and "out of memory" not in str(error):
+                    raise
+                raise MemoryError(str(error)) from error
+
+
+class DeviceTower:
+    """A model on a device, fed like its ONNX file, and compared with it on the first rows that it is given."""
+
+    def __init__(self, name: str, tower: Tower, running: OnTheDevice) -> None:
+        self.spec = tower.spec
+        self._name = name
+        self._tower = tower
+        self._running = running
+        self._names = [each.name for each in tower.spec.inputs]
+        self._tile = OF_DEVICE
+        self._is_compared = False
+
+    def run(self, inputs: Inputs) -> NDArray[np.float32]:
+        """Outputs float32 [n, output_dims]; raises BundleError where the device and the processor disagree."""
+        if not self._is_compared:
+            self._compare(inputs)
+        return self._outputs(inputs)
+
+    def _outputs(self, inputs: Inputs) -> NDArray[np.float32]:
+        out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
+        while True:
+            tile = self._tile
+            try:
+                self._fill(out, inputs, tile)
+            except MemoryError as error:
+                if tile.rows == 1:
+                    _log.warning("%s: %s; ONNX Runtime goes on", self._name, error)
+                    return self._tower.run(inputs)
+                self._tile = tile.halved()  # of several callers each halves what it tried
+                _log.info("%s: out of memory with %s; going on with half", self._name, tile)
+            else:
+                return out
+
+    def _fill(self, out: NDArray[np.float32], inputs: Inputs, tile: Tile) -> None:
+        numbers: list[NDArray[np.int64]] = []
+
+        def feeds() -> Iterator[Sequence[NDArray[Any]]]:
+            for rows, feed in self._tower.batches(inputs, tile=tile):
+                numbers.append(rows)
+                yield [feed[name] for name in self._names]
+
+        for done, found in enumerate(self._running.outputs(feeds())):
+            out[numbers[done]] = found[: len(numbers[done])]
+
+    def _compare(self, inputs: Inputs) -> None:
+        rows = np.arange(min(_COMPARED, rows_of(inputs)))
+        some = rows_taken(inputs, rows)
+        wanted, found = self._tower.run(some), self._outputs(some)
+        off = found - wanted
+        largest = _worst(np.abs(off).max(axis=1), np.abs(wanted).max(axis=1))
+        self._demand(largest, AGREEMENT, "a row's largest number")
+        if self._name == _OF_VECTORS:
+            lengths = _worst(np.linalg.norm(off, axis=1), np.linalg.norm(wanted, axis=1))
+            self._demand(lengths, LENGTH_AGREEMENT, "a vector's length")
+        self._is_compared = len(rows) > 0
+
+    def _demand(self, error: float, threshold: float, of: str) -> None:
+        if error <= threshold:
+            return
+        raise BundleError(
+            f"{self._name} on the device differs from its ONNX file on the processor by {error:.2g} of {of}, at most "
+            f"{threshold:g} is allowed: export both from the same weights in float32, or set device to `off`",
+            model=self._name,
+            value=error,
+            threshold=threshold,
+        )
+
+
+def _worst(errors: NDArray[np.float32], sizes: NDArray[np.float32]) -> float:
+    return float((errors / np.maximum(sizes, np.float32(1e-30))).max(initial=0))

@@ -1,0 +1,163 @@
+"""Towers on a device: how far they may be from the processor's, and that the gates allow what they may be."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cache.errors import BundleError
+from cache.format.records.layout import NO_ITEM, Layout
+from cache.model.runtime import Accelerator, ort
+from cache.model.tower import Histories, Tile
+from cache.topk.topk import Scorer
+from precompute.device.towers import AGREEMENT, LENGTH_AGREEMENT, DeviceTower, OnnxOnGpu
+from precompute.gates.rules import exact
+from precompute.scoring import towers
+
+DIMS = 48
+K = 30
+
+
+class Known:
+    """A tower that gives row after row of some vectors."""
+
+    def __init__(self, vectors: NDArray[np.float32]) -> None:
+        self.vectors = vectors
+        self.spec: Any = SimpleNamespace(
+            output_dims=vectors.shape[1], inputs=[SimpleNamespace(name="row")]
+        )
+
+    def run(self, inputs: Any) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = self.vectors[inputs["row"]]
+        return found
+
+    def batches(self, inputs: Any, tile: Tile) -> Any:
+        for start in range(0, len(inputs["row"]), tile.rows):
+            rows = np.arange(len(inputs["row"]))[start : start + tile.rows]
+            yield rows, {"row": inputs["row"][rows]}
+
+    def outputs(self, feeds: Any) -> Any:
+        for (rows,) in feeds:
+            yield self.vectors[rows]
+
+
+def on_device(
+    wanted: NDArray[np.float32], found: NDArray[np.float32], name: str = "user_tower"
+) -> NDArray[np.float32]:
+    """What the night takes of a device that finds other vectors; raises where it takes none."""
+    tower: Any = Known(wanted)
+    rows = np.arange(len(wanted))
+    return DeviceTower(name, tower, Known(found)).run({"row": rows})
+
+
+def off_by(
+    vectors: NDArray[np.float32], towards: NDArray[np.float32], share: float
+) -> NDArray[np.float32]:
+    """Vectors moved by a share of their length in the direction of others."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    direction = towards / np.linalg.norm(towards, axis=1, keepdims=True)
+    return np.asarray(vectors + share * lengths * direction, np.float32)
+
+
+@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tower_at_the_edge_of_its_tolerance_passes_the_gate_of_lists(
+    metric: Any, seed: int
+) -> None:
+    # Given items that come in pairs close by, and vectors moved where it changes their order most
+    rng = np.random.default_rng(seed)
+    users = rng.standard_normal((64, DIMS)).astype(np.float32)
+    half = rng.standard_normal((400, DIMS)).astype(np.float32)
+    half /= np.linalg.norm(half, axis=1, keepdims=True)
+    apart = rng.standard_normal((400, DIMS)).astype(np.float32)
+    items = np.concatenate([half, half + 2e-5 * apart / np.linalg.norm(apart, axis=1)[:, None]])
+    best = Scorer.of(items, metric, engine=False).top(users, 1)[0][:, 0].astype(np.int64)
+    moved = off_by(users, items[(best + 400) % 800] - items[best], 0.98 * LENGTH_AGREEMENT)
+    moved[::2] = users[::2]  # half of them by the processor
+
+    found = on_device(users, moved)
+    ordinals, scores = Scorer.of(items, metric, engine=False).top(found, K)
+
+    counts = (ordinals != NO_ITEM).sum(axis=1)
+    right = exact._compare(
+        users.astype(np.float64), items, Histories.of([()] * len(users)), ordinals, counts,
+        scores.astype(np.float64), Layout("topk", K, "f4"), metric,
+    )  # fmt: skip
+    plain = Scorer.of(items, metric, engine=False).top(users, K)[0]
+    assert right.all() and not np.array_equal(plain, ordinals)
+
+
+def test_the_gates_allow_what_a_device_may_be_off() -> None:
+    worst_sum = DIMS * 2.0**-24
+    assert 2 * LENGTH_AGREEMENT + worst_sum <= exact.ROUNDING
+    assert AGREEMENT <= exact.OUTPUT_ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "is_taken"),
+    [
+        ("user_tower", 0.9 * LENGTH_AGREEMENT, True),
+        ("user_tower", 1.2 * LENGTH_AGREEMENT, False),
+        ("item_tower", 1.2 * LENGTH_AGREEMENT, True),
+        ("item_tower", 8 * AGREEMENT, False),
+    ],
+)
+def test_a_tower_beyond_its_tolerance_is_refused_before_it_scores(
+    name: str, share: float, is_taken: bool
+) -> None:
+    rng = np.random.default_rng(3)
+    vectors = 7 * rng.standard_normal((20, DIMS)).astype(np.float32)
+    largest = np.eye(DIMS, dtype=np.float32)[np.abs(vectors).argmax(axis=1)]
+    scale = 1.0 if name == "user_tower" else 1 / np.sqrt(DIMS)  # a length is many numbers
+    moved = off_by(vectors, largest, share * scale)
+
+    if is_taken:
+        assert np.array_equal(on_device(vectors, moved, name), moved)
+    else:
+        with pytest.raises(BundleError, match=f"{name} on the device differs"):
+            on_device(vectors, moved, name)
+
+
+def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = SimpleNamespace(name="user_tower", program=None)
+    build: Any = SimpleNamespace(config=SimpleNamespace(device_tasks=1))
+    monkeypatch.setattr(towers, "share_memory", lambda *_: 0)
+
+    told = towers._on_device(build, model, "cuda:0")
+
+    assert "CUDAExecutionProvider" not in ort.get_available_providers()
+    assert isinstance(told, str) and "install onnxruntime-gpu" in told
+    assert "cpu is no GPU" in str(towers._on_device(build, model, "cpu"))
+
+
+def test_the_onnx_file_on_a_gpu_says_when_its_memory_is_full() -> None:
+    class Full:
+        spec = SimpleNamespace(inputs=[SimpleNamespace(name="row")])
+
+        def fed(self, feed: Any) -> Any:
+            raise RuntimeError(feed["row"])
+
+    full: Any = Full()
+
+    with pytest.raises(MemoryError):
+        list(OnnxOnGpu(full).outputs([["Failed to allocate memory for requested buffer"]]))  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="Invalid rank"):
+        list(OnnxOnGpu(full).outputs([["Invalid rank"]]))  # type: ignore[list-item]
+
+
+def test_providers_are_named_with_their_device_and_share() -> None:
+    assert Accelerator.named("cpu") is None
+    assert Accelerator.named("tensorrt:2") == Accelerator("tensorrt", 2)
+    cuda, processor = Accelerator("cuda", 1, 5).providers()
+    assert cuda == (
+        "CUDAExecutionProvider", {"device_id": 1, "use_tf32": 0, "gpu_mem_limit": 5},
+    )  # fmt: skip
+    assert processor == "CPUExecutionProvider"
+    assert [each[0] for each in Accelerator("tensorrt").providers()[:2]] == [
+        "TensorrtExecutionProvider",
+        "CUDAExecutionProvider",
+    ]
