@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
+from cache.model.runtime import Accelerator
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
@@ -60,6 +61,7 @@ class HeldNamespace:
     ) -> Self:
         """All parts, `name` for a replica; nothing is read yet. `metrics` are those of this namespace alone."""
         store, control, ladder = config.store(), keyed.remote.control, keyed.ladder
+        accelerator = None if config.live_provider == "cpu" else Accelerator(config.live_provider)
 
         def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
             snapshot = Snapshot.open(
@@ -71,6 +73,7 @@ class HeldNamespace:
                 precision=config.precision,
                 threads=config.live_threads,
                 cores=cores,
+                accelerator=accelerator,
                 events=config.events if config.events.enabled else None,
             )
             if near is not None:

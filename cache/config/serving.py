@@ -85,7 +85,10 @@ class ServingConfig(SharedConfig, Bounds):
     """Seconds for which it is."""
 
     precision: Precision = "int8"
-    """Precision of the live towers."""
+    """Precision of the live towers; on a GPU fp32, of whose int8 operators it has few."""
+    live_provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
+    """ONNX Runtime's provider for the live towers; one of a GPU (the first visible one) wants onnxruntime-gpu in the
+    place of onnxruntime. Where it cannot be used they run on the processor, and log and `/v1/generations` say why."""
     live_workers: PositiveInt = 1
     """Number of threads that run the model."""
     live_threads: PositiveInt = 1

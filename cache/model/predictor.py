@@ -19,6 +19,7 @@ from cache.model.feature_checks import stack_features
 from cache.model.input_preparation import LiveInput, Prepared, prepare_all
 from cache.model.list_search import ListSearch, Ranked
 from cache.model.ranking import Metric, score
+from cache.model.runtime import Accelerator
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 
@@ -40,8 +41,10 @@ class Predictor:
         searchers: Mapping[str, Searcher],
         precisions: Mapping[str, ModelPrecision],
         model_digest: str,
+        fallback: str | None = None,
     ) -> None:
         self.model_digest = model_digest
+        self.fallback = fallback
         self.precisions = precisions
         self._tables = tables
         self._items = items
@@ -58,11 +61,16 @@ class Predictor:
         precision: ModelPrecision = "int8",
         threads: int = 1,
         cores: Sequence[int] = (),
+        accelerator: Accelerator | None = None,
     ) -> Self:
         """Load what the tables' producers name; `threads` per inference and search, the towers' own kept on `cores`.
 
-        A model that the night could not quantize runs in fp32, and `precisions` says so.
+        A model that the night could not quantize runs in fp32, and `precisions` says so. Where the `accelerator` cannot
+        be used the towers run on the processor, and `fallback` says why.
         """
+        fallback = None if accelerator is None else accelerator.missing()
+        if fallback is not None:
+            accelerator = None
         wanted = {table.producer.model for table in manifest.tables.values()}
         towers: dict[str, Tower] = {}
         precisions: dict[str, ModelPrecision] = {}
@@ -70,7 +78,11 @@ class Predictor:
             if name in wanted:
                 spec = TowerSpec.from_json(model.spec)
                 precisions[name], file = _file(model, precision)
-                towers[name] = Tower.open(root / file, spec, threads=threads, cores=cores)
+                towers[name] = Tower.open(
+                    root / file, spec, threads=threads, cores=cores, accelerator=accelerator
+                )
+        if accelerator is not None:
+            fallback = accelerator.left_out(each.provider for each in towers.values())
         searchers = {
             name: Searcher.open(
                 root / index.file.path, index.metric, count=items.count, threads=threads
@@ -80,7 +92,9 @@ class Predictor:
         digest = hashlib.sha256()
         for name, chosen in sorted(precisions.items()):
             digest.update(f"{name}\0{chosen}\0{manifest.models[name].digest}\0".encode())
-        return cls(manifest.tables, items, towers, searchers, precisions, digest.hexdigest())
+        return cls(
+            manifest.tables, items, towers, searchers, precisions, digest.hexdigest(), fallback
+        )
 
     def in_full(
         self,
@@ -104,6 +118,11 @@ class Predictor:
         return Predictor(
             self._tables, self._items, towers, self._searchers, precisions, self.model_digest
         )
+
+    @property
+    def providers(self) -> dict[str, str]:
+        """ONNX Runtime's provider of each model: cpu, cuda or tensorrt."""
+        return {name: each.provider for name, each in self._towers.items()}
 
     def supports(self, table: str) -> bool:
         """True if the table has a producer whose model and index are here."""

@@ -1,9 +1,9 @@
 """ONNX Runtime: its telemetry off, and the provider that runs a model: the processor's, or that of a GPU."""
 
 import os
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 # setdefault: wheels since 1.29 report every session; who wants it says so in the environment.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -18,7 +18,6 @@ _PROVIDERS: Final = {
     "tensorrt": "TensorrtExecutionProvider",
     CPU: "CPUExecutionProvider",
 }
-_NAME: Final = re.compile(r"(cuda|tensorrt)(?::(\d{1,3}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +28,6 @@ class Accelerator:
     number: int = 0
     limit_bytes: int = 0
 
-    @classmethod
-    def named(cls, name: str) -> Self | None:
-        """The accelerator of `cuda`, `cuda:1`, `tensorrt` and so on; None for `cpu`."""
-        if (found := _NAME.fullmatch(name)) is None:
-            return None
-        return cls(found[1], int(found[2] or 0))
-
     def missing(self) -> str | None:
         """Reason why this ONNX Runtime cannot use it, as far as that is known before a model is opened."""
         if _PROVIDERS[self.provider] in ort.get_available_providers():
@@ -43,6 +35,16 @@ class Accelerator:
         return (
             f"ONNX Runtime {ort.__version__} here has no {_PROVIDERS[self.provider]}: install onnxruntime-gpu in the "
             "place of onnxruntime"
+        )
+
+    def left_out(self, used: Iterable[str]) -> str | None:
+        """Reason why models run elsewhere though ONNX Runtime has the provider; None where all `used` it."""
+        others = sorted({each for each in used if each != self.provider})
+        if not others:
+            return None
+        return (
+            f"ONNX Runtime could not load {_PROVIDERS[self.provider]} for device {self.number} and took "
+            f"{', '.join(others)}: check the driver, CUDA, cuDNN and TensorRT that this release wants"
         )
 
     def providers(self) -> list[Any]:

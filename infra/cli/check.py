@@ -51,9 +51,9 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Look at settings, sources, bundle, Redis, that of events, the artefact store and Airflow, and say "
-        "of each whether it is ok, or what to do. Nothing is changed but that the store's folder is made. Exit code: 0 "
-        "nothing is to be done, 3 something is.",
+        description="Look at settings, sources, bundle, Redis, that of events, the provider of live models, the "
+        "artefact store and Airflow, and say of each whether it is ok, or what to do. Nothing is changed but that the "
+        "store's folder is made. Exit code: 0 nothing is to be done, 3 something is.",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
@@ -220,6 +220,25 @@ async def _looked_at(url: str, config: "NightConfig") -> "tuple[FoundDurability,
     return kept, policy
 
 
+def _live(_config: "NightConfig") -> tuple[State, str]:
+    from cache.config.serving import ServingConfig
+
+    provider = ServingConfig.load(os.environ).live_provider
+    if provider == "cpu":
+        return "not used", "live_provider is cpu: live models run on the processor"
+    from cache.model.runtime import Accelerator
+
+    if (why := Accelerator(provider).missing()) is not None:
+        return (
+            "to do",
+            f"live models would run on the processor: {why}, or set live_provider to cpu",
+        )
+    return (
+        "ok",
+        f"{provider}; whether models could be loaded there, `fallback` of /v1/generations says",
+    )
+
+
 def _store(config: "NightConfig") -> tuple[State, str]:
     store = config.store()
     store.demand_write_once()
@@ -261,6 +280,7 @@ LOOKS: dict[str, Callable[["NightConfig"], tuple[State, str]]] = {
     "bundle": _bundle,
     "redis": _redis,
     "events": _events,
+    "live": _live,
     "store": _store,
     "airflow": _airflow,
 }

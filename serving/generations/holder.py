@@ -178,6 +178,7 @@ class Shelf:
         self.holding = dataclasses.replace(holding, canary=split)
         live = self.holding.live
         self._metrics.hold(self.holding.roles, is_degraded=live.degraded is not None)
+        self._metrics.fallback.set(live.fallback is not None)
 
     async def block(self, blocklist: Blocklist) -> None:
         """Puts a blocklist in force for all that is held and all that is loading."""

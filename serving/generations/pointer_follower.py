@@ -14,8 +14,7 @@ from cache.store.releases import Pointer
 from serving.generations.degraded_reopen import Mending
 from serving.generations.health import About, Concerns, Health
 from serving.generations.holder import Shelf
-from serving.generations.pointer_lag import Pursuit
-from serving.generations.pointer_rules import judge
+from serving.generations.pointer_rules import Pursuit, judge
 from serving.generations.release_history import newest_pointer
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot

@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
-from cache.errors import LarderError
 from cache.events.event_predictor import GenerationEvents
 from cache.events.new_item_tower import NewItemInputs
 from cache.events.new_items import NO_NEW_ITEMS, NewItems
@@ -26,16 +24,15 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_id, input_digest
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Table
-from cache.format.manifest_files import Artefact
 from cache.model.predictor import Predictor
+from cache.model.runtime import Accelerator
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import Blocklist
 from cache.tiers.tiered import View
 from serving.answers.default_lists import Default, read_defaults
 from serving.config.settings import Precision
+from serving.generations.live_models import live_files, open_event_models, open_predictor
 from serving.requests.errors import Problem
-
-log = logging.getLogger(__name__)
 
 _STAMPS = itertools.count(1)
 
@@ -58,6 +55,8 @@ class Snapshot:
     blocklist: Blocklist
     blocked: frozenset[int]
     blocked_ordinals: NDArray[np.int64]
+    fallback: str | None = None
+    """Reason why its live models run on the processor though another provider is configured."""
     filtering: Filtering | None = None
     """Filters over its items; None where these have no attributes."""
     seen: SeenItems | None = None
@@ -87,6 +86,7 @@ class Snapshot:
         precision: Precision,
         threads: int,
         cores: Sequence[int] = (),
+        accelerator: Accelerator | None = None,
         events: EventsConfig | None = None,
     ) -> Self:
         """Fetches, verifies, maps and warms a generation; slow, so never on the event loop.
@@ -94,7 +94,7 @@ class Snapshot:
         A model or index that is damaged or does not open leaves the snapshot `degraded`: its pages still answer.
         """
         manifest = read_manifest(store, generation)
-        guests = {each.path for each in _live_files(manifest)}
+        guests = {each.path for each in live_files(manifest)}
         for artefact in manifest.artefacts():
             if artefact.path not in guests:
                 fetch_checked(store, generation, artefact)
@@ -103,7 +103,9 @@ class Snapshot:
             name: Directory.open(root, each) for name, each in manifest.entity_sets.items()
         }
         items = ItemTable.open(root, manifest)
-        predictor, degraded = _open_predictor(store, manifest, items, precision, threads, cores)
+        predictor, degraded, fallback = open_predictor(
+            store, manifest, items, precision, threads, cores, accelerator
+        )
         seen = SeenItems.open(root, manifest, directories["user"])
         has = None if events is None or seen is None else GenerationEvents.of(manifest)
         if events is not None and seen is not None and has is not None and predictor is not None:
@@ -111,7 +113,7 @@ class Snapshot:
                 has.opened, manifest, root, items, seen, predictor, threads=threads, cores=cores,
                 exact_bytes=events.exact_bytes,
             )  # fmt: skip
-            has, degraded = _open_event_models(store, manifest, opened, has)
+            has, degraded = open_event_models(store, manifest, opened, has)
         blocked, blocked_ordinals = _blocked(blocklist, items)
         return cls(
             generation=generation,
@@ -124,6 +126,7 @@ class Snapshot:
             view=View(generation, directories),
             predictor=predictor,
             degraded=degraded,
+            fallback=fallback,
             defaults=read_defaults(manifest, root, items),
             blocklist=blocklist,
             blocked=blocked,
@@ -239,53 +242,6 @@ def _until(manifest: Manifest) -> int:
 
 def _iso(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def _live_files(manifest: Manifest, precision: Precision | None = None) -> Iterator[Artefact]:
-    """Files that only the live path reads: all of them, or those that it runs in one precision."""
-    for model in manifest.models.values():
-        if precision != "int8" or model.int8 is None:
-            yield from model.fp32_files
-        if precision != "fp32" and model.int8 is not None:
-            yield model.int8
-    yield from (index.file for index in manifest.indexes.values())
-
-
-def _open_predictor(
-    store: ArtefactStore,
-    manifest: Manifest,
-    items: ItemTable,
-    precision: Precision,
-    threads: int,
-    cores: Sequence[int],
-) -> tuple[Predictor | None, str | None]:
-    root = store.local(generation_path(manifest.generation))
-    try:
-        for artefact in _live_files(manifest, precision):
-            fetch_checked(store, manifest.generation, artefact)
-        predictor = Predictor.open(
-            manifest, root, items, precision=precision, threads=threads, cores=cores
-        )
-        predictor.warm()
-    except Exception as error:  # models are guests: a broken one must not take the pages along
-        log.exception("generation %s has no working model", manifest.generation)
-        return None, error.message if isinstance(error, LarderError) else type(error).__name__
-    return predictor, None
-
-
-def _open_event_models(
-    store: ArtefactStore,
-    manifest: Manifest,
-    opened: Callable[[], GenerationEvents],
-    without: GenerationEvents,
-) -> tuple[GenerationEvents, str | None]:
-    try:
-        for artefact in [each for model in manifest.models.values() for each in model.fp32_files]:
-            fetch_checked(store, manifest.generation, artefact)
-        return opened(), None
-    except Exception as error:  # as above
-        log.exception("generation %s has no working model for newer events", manifest.generation)
-        return without, error.message if isinstance(error, LarderError) else type(error).__name__
 
 
 def _blocked(

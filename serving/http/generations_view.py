@@ -32,6 +32,7 @@ def overview(holding: Holding, health: Health, canary: Canary | None) -> dict[st
 def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
     manifest = snapshot.manifest
     precisions = {} if snapshot.predictor is None else snapshot.predictor.precisions
+    providers = {} if snapshot.predictor is None else snapshot.predictor.providers
     return {
         "generation": snapshot.generation,
         "epoch": snapshot.epoch,
@@ -53,12 +54,14 @@ def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
                 "digest": model.digest,
                 # What runs here, which is fp32 where the night could not quantize.
                 "precision": precisions.get(name),
+                "provider": providers.get(name),
                 "fp32_bytes": sum(each.size_bytes for each in model.fp32_files),
                 "int8_bytes": None if model.int8 is None else model.int8.size_bytes,
                 "agreement": dict(model.agreement),
             }
             for name, model in manifest.models.items()
         },
+        "fallback": snapshot.fallback,
         "indexes": {
             name: {"kind": index.kind, "recall": index.recall, "size_bytes": index.file.size_bytes}
             for name, index in manifest.indexes.items()

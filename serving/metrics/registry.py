@@ -95,6 +95,10 @@ class Metrics:
         self.stale = gauge("larder_stale", "1 while the pointer cannot be trusted or followed")
         self.ready = gauge("larder_ready", "1 while /readyz says yes")
         self.degraded = gauge("larder_degraded", "1 while the live path has no model")
+        self.fallback = gauge(
+            "larder_live_fallback",
+            "1 while live models run on the processor though live_provider names another",
+        )
         self.breaker = gauge("larder_breaker_state", "0 closed, 1 half open, 2 open")
         self.blocklist_version = gauge("larder_blocklist_version", "The blocklist in force here")
         self.event_values = counter(

@@ -1,0 +1,116 @@
+"""Live models on a GPU that this ONNX Runtime cannot use: a reason wherever one looks, and the same answers."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from cache.format.item_table import ItemTable
+from cache.format.manifest import Manifest
+from cache.model.predictor import Predictor
+from cache.model.runtime import Accelerator, ort
+from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.store.releases import newest_release
+from infra.cli.check import LOOKS
+from precompute.config.settings import NightConfig
+from serving.generations.live_models import open_predictor
+from tests.integration.nights import build_night, histories
+from tests.integration.serving_app import serving
+
+Opened = tuple[Predictor | None, str | None, str | None]
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("provider"), redis_url)
+
+
+@pytest.fixture(scope="module")
+def live(night: NightConfig) -> tuple[ArtefactStore, Manifest]:
+    store = night.store()
+    release = newest_release(store)
+    assert release is not None
+    return store, read_manifest(store, release.generation)
+
+
+def opened(live: tuple[ArtefactStore, Manifest], accelerator: Accelerator | None) -> Opened:
+    store, manifest = live
+    items = ItemTable.open(store.local(generation_path(manifest.generation)), manifest)
+    return open_predictor(store, manifest, items, "int8", 1, (), accelerator)
+
+
+async def test_a_provider_that_is_not_there_is_told_and_answers_stay(
+    night: NightConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    history = next(iter(histories(night).values()))
+    answers = {}
+    for provider in ("cpu", "cuda", "tensorrt"):
+        with caplog.at_level(logging.WARNING):
+            async with serving(night, live_provider=provider) as app:
+                body = [
+                    {"id": f"{provider} {each}", "history": history[each:]} for each in range(3)
+                ]
+                found = await app.post("/v1/lookup/user_topk", {"entities": body})
+                overview = (await app.get("/v1/generations"))["live"]
+                gauge = await app.counted("larder_live_fallback")
+        answers[provider] = [
+            (each["source"], each["items"], each["scores"]) for each in found["answers"]
+        ]
+        assert {each["provider"] for each in overview["models"].values()} == {"cpu"}
+        if provider == "cpu":
+            assert overview["fallback"] is None and set(gauge.values()) == {0}
+            continue
+        assert "install onnxruntime-gpu" in overview["fallback"] and set(gauge.values()) == {1}
+        assert "live models run on the processor: ONNX Runtime" in caplog.text
+    assert answers["cuda"] == answers["tensorrt"] == answers["cpu"]
+    assert {each[0] for each in answers["cpu"]} == {"live"}
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider")
+def test_a_provider_that_does_not_load_is_told(
+    live: tuple[ArtefactStore, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+
+    predictor, degraded, fallback = opened(live, Accelerator("cuda"))
+
+    assert predictor is not None and degraded is None and predictor.providers["user_tower"] == "cpu"
+    assert fallback is not None and "could not load CUDAExecutionProvider" in fallback
+
+
+def test_models_that_fail_on_a_gpu_run_on_the_processor(
+    live: tuple[ArtefactStore, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Predictor.open
+
+    def failing(*given: Any, accelerator: Accelerator | None, **how: Any) -> Predictor:
+        if accelerator is not None:
+            raise RuntimeError("CUDA failure 2: out of memory")
+        return plain(*given, accelerator=None, **how)
+
+    monkeypatch.setattr(Predictor, "open", failing)
+
+    predictor, degraded, fallback = opened(live, Accelerator("cuda"))
+
+    assert predictor is not None and degraded is None
+    assert fallback == "the models failed on cuda: CUDA failure 2: out of memory"
+
+
+def test_models_that_fail_on_the_processor_too_leave_the_pages(
+    live: tuple[ArtefactStore, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> Predictor:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Predictor, "open", failing)
+
+    assert opened(live, Accelerator("cuda")) == (None, "RuntimeError", None)
+
+
+def test_check_says_what_is_missing(night: NightConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LOOKS["live"](night)[0] == "not used"
+    monkeypatch.setenv("LARDER_LIVE_PROVIDER", "tensorrt")
+    state, told = LOOKS["live"](night)
+    assert state == "to do" and "no TensorrtExecutionProvider: install onnxruntime-gpu" in told
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["TensorrtExecutionProvider"])
+    assert LOOKS["live"](night)[0] == "ok"
