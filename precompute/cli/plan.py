@@ -120,9 +120,7 @@ def _tables(
         *_minutes(scoring),
         ", ".join(f"{name} {each.wall_s / 60:.2f}" for name, each in parts.items()),
     )
-    if found.gpu_s is not None:
-        rate = f"at the stated {asked.gpu_users_per_s:,.0f} users/s"
-        times.add_row("score on a GPU", f"{found.gpu_s / 60:.2f}", "", rate)
+    times.add_row("score on GPUs", f"{found.gpu_s / 60:.2f}", "", f"by {escape(found.gpu_how)}")
     times.add_row("load", *_minutes(found.load), f"beside readers at most {found.floor_s / 60:.2f}")
     copying = _copying(found)
     memory = Table("step", "memory at most")

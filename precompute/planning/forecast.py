@@ -27,6 +27,7 @@ from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.control.control_keys import connect
+from precompute.device.rates import DeviceRate
 from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.shard_files import USER_VECTORS
 from precompute.planning.capacity import CapacityLimits, verdicts
@@ -65,7 +66,8 @@ class Forecast:
     load: Spent
     floor_s: float
     """Seconds that loading may take at most beside readers."""
-    gpu_s: float | None
+    gpu_s: float
+    gpu_how: str
     hits: Sequence[Hits]
     filters: Sequence[FilterCost] = ()
     copying: Sequence[CopyingNight] = ()
@@ -100,6 +102,7 @@ class Forecast:
             "scoring_s": scoring.wall_s,
             "scoring_cpu_s": scoring.cpu_s,
             "scoring_gpu_s": self.gpu_s,
+            "scoring_gpu_how": self.gpu_how,
             "scoring_note": self.timings.note,
             "busy": self.is_busy,
             "load_s": self.load.wall_s,
@@ -150,6 +153,7 @@ def forecast(
                 filters = filter_costs(trial, shape, client, costs)
                 progress("rehearse the load", 0, 1)
                 loading = time_load(trial.build.config, shape, client)
+            rate = _gpu_rate(config, trial, shape, asked)
     popularity = (
         zipf(source_users, asked.zipf)
         if requests is None
@@ -160,7 +164,7 @@ def forecast(
         len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(loading),
         shape.payload_bytes / (config.governor.floor_mib_s * MIB),
-        gpu_seconds(timings, asked.gpu_users_per_s, shape), _hits(shape, asked, popularity), filters,
+        gpu_seconds(timings, rate.users_per_s, shape), rate.how, _hits(shape, asked, popularity), filters,
         copying_nights(timings, shape, share, asked.items_changed, lengths(sample)), note,
     )  # fmt: skip
 
@@ -243,14 +247,19 @@ def _bytes_of(files: Iterable[Path]) -> int:
     return sum(each.stat().st_size for each in files)
 
 
-def gpu_seconds(timings: Timings, users_per_s: float | None, shape: Shape) -> float | None:
-    """Lists at the stated rate, items as users, beside the slowest of what the processor still does."""
-    if users_per_s is None:
-        return None
+def gpu_seconds(timings: Timings, users_per_s: float, shape: Shape) -> float:
+    """Lists at this rate, items as users, beside the slowest of what the processor still does."""
     lists = {layout.kind for _, layout in shape.layouts.values()}
     entities = shape.users + (shape.items if "topk" in lists else 0)
     others = max(value for name, value in timings.stages.items() if name != "topk")
     return timings.embed.wall_s + max(entities / users_per_s, others)
+
+
+def _gpu_rate(config: NightConfig, trial: Trial, shape: Shape, asked: PlanParameters) -> DeviceRate:
+    if asked.gpu_users_per_s is not None:
+        return DeviceRate(asked.gpu_users_per_s, f"the stated {asked.gpu_users_per_s:,.0f} users/s")
+    widths = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
+    return trial.on_devices(config.device, shape, max(widths, default=1))
 
 
 def _hits(shape: Shape, asked: PlanParameters, popularity: Popularity) -> list[Hits]:

@@ -51,7 +51,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
          "(default 1.0)")),
         ("answer-bytes", int, "N", ("bytes of a single lookup's answer, kept beside its record; 0 where only batches "
          "are asked for (default: from K and the ids)")),
-        ("gpu-users-per-s", float, "RATE", "also say how long scoring takes at this rate"),
+        ("gpu-users-per-s", float, "RATE", "lists a second on GPUs (default: tried here, else of a table)"),
         ("users-changed", float, "SHARE", ("of a night that copies: share of the users with other inputs (default: "
          "those with an interaction in the last day before the cut; 0.1 where nothing has a time)")),
         ("items-changed", float, "SHARE", ("of a night that copies: share of the items gone, new or changed (default: "

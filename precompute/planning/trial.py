@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cache.topk.topk import Scorer
 from precompute.builds.build import Build, fetch_items, open_bundle
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.bundles.bundle import Bundle
-from precompute.config.devices import OFF
+from precompute.config.devices import OFF, devices
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
+from precompute.device.rates import DeviceRate, by_rehearsal, by_table
 from precompute.partitions.catalogue import IDS, MODEL_INDEX, OFFSETS, VECTORS, open_items
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import PARTITION
@@ -138,12 +140,30 @@ class Trial:
         files = (IDS, OFFSETS, MODEL_INDEX, VECTORS)
         return self.opened().and_(timed(lambda: [self.build.describe(each) for each in files])[0])
 
-    def half_the_items(self, k: int) -> float:
-        """The time that all items take over that of a random half of them, for some users."""
+    def encoded(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """(vectors of the first chunk of users, of all items)."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION) as scratch:
             chunk = work.encode(next(read_users(work, scratch)))
-        users, vectors = chunk.outputs["user_tower"][:SEARCHED], np.asarray(work.items.vectors)
+        users = chunk.outputs["user_tower"][chunk.answered["user_tower"]]
+        return users, np.asarray(work.items.vectors)
+
+    def on_devices(self, wanted: str, shape: Shape, k: int) -> DeviceRate:
+        """Rate of the lists on the GPUs of this host, tried on one of them; without any, of one that was measured."""
+        found = None
+        if here := devices(wanted):
+            users, vectors = self.encoded()
+            found = by_rehearsal(here[0], users, vectors, self.bundle.metric, k)
+        if found is None:
+            return by_table(shape.items, shape.dims)
+        grows = shape.items * shape.dims / vectors.size
+        how = f"{len(here)} x {found.how}" if len(here) > 1 else found.how
+        return DeviceRate(len(here) * found.users_per_s / grows, how)
+
+    def half_the_items(self, k: int) -> float:
+        """The time that all items take over that of a random half of them, for some users."""
+        users, vectors = self.encoded()
+        users = users[:SEARCHED]
         some = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]
         spent = []
         for each in (vectors, vectors[np.sort(some)]):

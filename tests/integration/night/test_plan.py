@@ -83,11 +83,13 @@ def test_a_plan_foretells_the_bytes_of_the_night_that_follows(config):
         "redis_headroom", "memory_headroom", "disk_headroom",
     }  # fmt: skip
     assert min(told["scoring_gpu_s"], told["scoring_s"], told["load_s"]) > 0
+    assert told["scoring_gpu_how"] == "the stated 1,000,000 users/s"
     assert all(0 < each["from_cold"] <= each["steady"] <= 1 for each in told["l1"])
 
 
 def test_a_larger_plan_is_extrapolated_and_says_so(config):
     smaller = json.loads(plan(config, "--json").stdout)
+    assert re.match("a table: one NVIDIA H200 did|a rehearsal on", smaller["scoring_gpu_how"])
 
     larger = json.loads(
         plan(

@@ -150,8 +150,6 @@ def test_the_onnx_file_on_a_gpu_says_when_its_memory_is_full() -> None:
 
 
 def test_providers_are_named_with_their_device_and_share() -> None:
-    assert Accelerator.named("cpu") is None
-    assert Accelerator.named("tensorrt:2") == Accelerator("tensorrt", 2)
     cuda, processor = Accelerator("cuda", 1, 5).providers()
     assert cuda == (
         "CUDAExecutionProvider", {"device_id": 1, "use_tf32": 0, "gpu_mem_limit": 5},

@@ -169,10 +169,6 @@ def test_a_gpu_waits_for_the_slowest_of_what_the_processor_does(rate, seconds):
     assert gpu_seconds(found, rate, shape()) == seconds  # 1,000 users and 200 items
 
 
-def test_without_a_rate_nothing_is_said_of_a_gpu():
-    assert gpu_seconds(timings(topk=1.0), None, shape()) is None
-
-
 def test_other_lists_leave_out_the_default_tables_that_the_bundle_cannot_fill():
     bundle: Any = SimpleNamespace(values={})
 

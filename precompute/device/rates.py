@@ -1,0 +1,57 @@
+"""Rates of the exact top-K on GPUs: found here in a short rehearsal, or those of a GPU that was measured elsewhere."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.model.ranking import Metric
+
+MEASURED_ON = "NVIDIA H200"
+MEASURED_ITEMS = 1_000_000
+MEASURED = {128: 143_294, 256: 123_517}
+"""Users per second of the bench `gpu` by dimensions, K = 100, histories excluded; as `tests/bench/results` has them."""
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRate:
+    """Lists per second of the GPUs that a night scores on, and in words how that is known."""
+
+    users_per_s: float
+    how: str
+
+
+def by_table(items: int, dims: int) -> DeviceRate:
+    """Rate of one GPU that was measured: its time for a list grows with the items, and on a line with dimensions."""
+    (few, slow), (many, fast) = ((each, MEASURED_ITEMS * rate) for each, rate in MEASURED.items())
+    per_dim = (1 / fast - 1 / slow) / (many - few)
+    seconds = items * (1 / slow + per_dim * (dims - few))
+    rate = MEASURED[few]
+    how = f"a table: one {MEASURED_ON} did {rate:,} users/s with {MEASURED_ITEMS:,} items of {few}"
+    return DeviceRate(1 / seconds, how)
+
+
+def by_rehearsal(
+    device: str,
+    users: NDArray[np.float32],
+    items: NDArray[np.float32],
+    metric: Metric,
+    k: int,
+) -> DeviceRate | None:
+    """Rate of a device of torch for some real users and all items; None where it cannot hold them."""
+    import torch
+
+    from precompute.device.scorer import DeviceScorer
+
+    scorer = DeviceScorer.of(items, metric, device)
+    if scorer is None:
+        return None
+    found = []
+    for _ in range(_REPEATS):  # the first warms it
+        started = time.perf_counter()
+        scorer.top(users, min(k, len(items)))
+        found.append(len(users) / (time.perf_counter() - started))
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return DeviceRate(max(found), f"a rehearsal on {name} here, {len(users):,} users")

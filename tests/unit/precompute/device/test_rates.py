@@ -1,0 +1,74 @@
+"""Rates of GPUs that a plan goes by: those that were measured, or what a rehearsal finds."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from precompute.device import rates
+from precompute.device.rates import DeviceRate, by_rehearsal, by_table
+from precompute.planning import trial
+from precompute.planning.trial import Trial
+from tests.devices import DEVICE
+
+RESULTS = Path(__file__).parents[4] / "tests/bench/results/gpu-h200.json"
+
+
+def test_the_table_is_what_the_bench_found() -> None:
+    found = json.loads(RESULTS.read_text())["figures"]
+
+    assert found["device_name"] == rates.MEASURED_ON
+    assert found["million_items"] == found["million256_items"] == rates.MEASURED_ITEMS
+    measured = {128: found["million_users_per_s"], 256: found["million256_users_per_s"]}
+    assert measured == rates.MEASURED
+
+
+def test_the_table_grows_with_items_and_dimensions() -> None:
+    for dims, measured in rates.MEASURED.items():
+        assert by_table(rates.MEASURED_ITEMS, dims).users_per_s == pytest.approx(measured)
+        assert by_table(rates.MEASURED_ITEMS // 4, dims).users_per_s == pytest.approx(4 * measured)
+    at = [by_table(1_000_000, dims).users_per_s for dims in (32, 128, 200, 256, 1024)]
+    assert at == sorted(at, reverse=True) and min(at) > 0
+    assert "NVIDIA H200 did 143,294 users/s with 1,000,000 items of 128" in by_table(9, 8).how
+
+
+def vectors(count: int) -> Any:
+    return np.random.default_rng(count).standard_normal((count, 16), np.float32)
+
+
+def test_a_rehearsal_is_of_the_device_itself() -> None:
+    pytest.importorskip("torch", reason="make torch-env")
+
+    found = by_rehearsal(DEVICE, vectors(64), vectors(300), "inner_product", 500)
+
+    assert found is not None and found.users_per_s > 0 and "64 users" in found.how
+    assert by_rehearsal(DEVICE, vectors(4), np.zeros((3, 16), np.float32), "cosine", 2) is None
+
+
+def on(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...], rate: DeviceRate | None
+) -> DeviceRate:
+    """What a plan for 2,000 items of 32 numbers goes by, from a sample with 500 items of 16."""
+    monkeypatch.setattr(trial, "devices", lambda wanted: found)
+    monkeypatch.setattr(trial, "by_rehearsal", lambda *_: rate)
+    own: Any = SimpleNamespace(
+        encoded=lambda: (vectors(8), vectors(500)), bundle=SimpleNamespace(metric="cosine")
+    )
+    shape: Any = SimpleNamespace(items=2_000, dims=32)
+    return Trial.on_devices(own, "auto", shape, 100)
+
+
+def test_a_plan_goes_by_the_gpus_here_and_else_by_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = by_table(2_000, 32)
+
+    assert on(monkeypatch, (), None) == table
+    assert on(monkeypatch, ("cuda:0",), None) == table
+    one = on(monkeypatch, ("cuda:0",), DeviceRate(800.0, "a rehearsal"))
+    assert one == DeviceRate(100.0, "a rehearsal")  # eight times the numbers
+    two = on(monkeypatch, ("cuda:0", "cuda:1"), DeviceRate(800.0, "a rehearsal"))
+    assert two == DeviceRate(200.0, "2 x a rehearsal")
