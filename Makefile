@@ -26,7 +26,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env feast-env audit-env audit licences package-env package docs-env docs-site docs lock clean
+.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env gpu feast-env audit-env audit licences package-env package docs-env docs-site docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,7 +76,7 @@ format: env  ## apply the formatter and the safe fixes
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
 
 bench: env  ## the quick benches, each with its JSON line
-	@for name in advisor all_miss bulk_load changed events.answers events.fresh events.ingest events.l1_hits filters flip \
+	@for name in advisor all_miss bulk_load changed device.shard events.answers events.fresh events.ingest events.l1_hits filters flip \
 	  gpu hostile http_floor l1 l2 live load mixed near night observe peers plan policies read_path scaling stampede topk; do \
 	  $(BIN)/python -m tests.bench.$$name --json --quick || failed="$$failed $$name"; done; \
 	  test -z "$$failed" || { echo "these failed, or left something out:$$failed"; exit 1; }
@@ -84,6 +84,9 @@ bench: env  ## the quick benches, each with its JSON line
 # The newest build that pip finds; a machine without a GPU wants the one for its processor.
 torch-env: env  ## torch (extra `gpu`) in .venv: scoring on GPUs, and the tests of it
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) $(TORCH)
+
+gpu: torch-env  ## tests and benches of scoring on a GPU, under ten minutes; code 3 and nothing run where there is none
+	@$(BIN)/python -m tests.bench.device
 
 feast-env: env  ## Feast in .venv-feast, for the bench `peers`
 	@test -x .venv-feast/bin/python || $(UV) venv -q --python $(BIN)/python .venv-feast

@@ -1,0 +1,97 @@
+"""A session on a GPU, under ten minutes: the tests of scoring on devices, then the benches, whose results are kept.
+
+What each bench printed is written into the folder of results, under the GPU's name. Exit code: 0 all is well, 1 a test
+or a bench failed, 3 there is no GPU here (or no torch that sees it), and nothing was run.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cache.process.command_line import NOT_WELL
+from precompute.config.devices import devices
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "tests/bench/results"
+TESTS = (
+    "tests/unit/precompute/device", "tests/unit/precompute/bundles/test_program.py",
+    "tests/unit/precompute/config/test_devices.py", "tests/integration/night/test_device_night.py",
+    "tests/integration/http/test_live_provider.py",
+)  # fmt: skip
+TESTS_S = 150.0
+BENCHES = {"gpu": ("tests.bench.gpu", 190.0), "shard": ("tests.bench.device.shard", 250.0)}
+"""Benches by the name of their results, and the seconds that each may take."""
+
+
+def name_of(device: str) -> str:
+    """A GPU's name as part of a file's: `NVIDIA H200` is `h200`."""
+    import torch
+
+    name = torch.cuda.get_device_name(device).lower().removeprefix("nvidia ")
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
+def ran(command: list[str], seconds: float, **environment: str) -> tuple[int, str]:
+    """(exit code, what it printed, which is shown as well); 124 where it took longer."""
+    said = " ".join(command)
+    print(f"== {said} (at most {seconds:.0f} s)", flush=True)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], env={**os.environ, **environment}, cwd=ROOT, timeout=seconds,
+            stdout=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        print(error.stdout or "", f"{said} took longer than {seconds:.0f} s", sep="\n", flush=True)
+        return 124, ""
+    print(done.stdout, flush=True)
+    return done.returncode, done.stdout
+
+
+def keep(bench: str, gpu: str, printed: str) -> Path:
+    """Writes the JSON line of a bench among the results, with the day."""
+    found = json.loads(printed.splitlines()[-1])
+    path = RESULTS / f"{bench}-{gpu}.json"
+    found["date"] = datetime.now(UTC).date().isoformat()
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return path
+
+
+def main() -> int:
+    """Run the session; the exit code."""
+    found = [each for each in devices("auto") if each.startswith("cuda")]
+    if not found:
+        print("no GPU here, or no torch that sees it (`make torch-env`): nothing was run")
+        return NOT_WELL
+    gpu, started, failed = name_of(found[0]), time.perf_counter(), []
+    words = [
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not storm",
+        "-n",
+        "4",
+        "--dist",
+        "loadfile",
+        *TESTS,
+    ]
+    if ran(words, TESTS_S, LARDER_TEST_DEVICE="cuda")[0]:
+        failed.append("tests")
+    for bench, (module, seconds) in BENCHES.items():
+        code, printed = ran([module, "--json"], seconds)
+        if code:
+            failed.append(bench)
+        else:
+            print(f"kept in {keep(bench, gpu, printed).relative_to(ROOT)}", flush=True)
+    print(f"{time.perf_counter() - started:.0f} s; failed: {', '.join(failed) or 'nothing'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
