@@ -19,7 +19,7 @@ _LEAST = 1e-12
 _NORMAL = {torch.float16: 2.0**-14}
 """Smaller numbers are left to the residual: not every GPU multiplies them."""
 _OUT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
-_UNDERFLOW = 2.0**-24
+UNDERFLOW = 2.0**-24
 _MULTIPLE = 8
 _PART = 1 << 16
 _PROBED = 256
@@ -75,10 +75,14 @@ class DeviceItems:
     scale: float
     error: float
     """A product's rounding and that of the exact score, relative to both lengths."""
+    group: int | None
+    """Items that share a bound; None: as many as suits their number."""
     whole: Columns
 
     @classmethod
-    def of(cls, compared: Compared, device: torch.device, dtype: torch.dtype) -> Self:
+    def of(
+        cls, compared: Compared, device: torch.device, dtype: torch.dtype, group: int | None = None
+    ) -> Self:
         """Raises torch.OutOfMemoryError where the device has no room for them."""
         dims = compared.vectors.shape[1]
         scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
@@ -96,7 +100,7 @@ class DeviceItems:
             torch.cat(exact), None if own is None else moved(own, device),
             where, codes, length, residual, scale,
             _OUT[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
-            _columns(codes, length, residual, where, len(order)),
+            group, _columns(codes, length, residual, where, len(order), group),
         )  # fmt: skip
 
     def holds(self) -> bool:
@@ -111,14 +115,15 @@ class DeviceItems:
         some = self.codes[:: max(1, len(self.codes) // _PROBED)].abs()
         exact = codes.double() @ some.double().T
         error = (codes @ some.T).double() - exact
-        allowed = self.error * length[:, None] * some.double().square().sum(1).sqrt() + _UNDERFLOW
+        allowed = self.error * length[:, None] * some.double().square().sum(1).sqrt() + UNDERFLOW
         return bool((error.abs() <= allowed).all())
 
     def only(self, allowed: torch.Tensor) -> Columns:
         """The columns of some items; `allowed` bool [items] by ordinal."""
         ranks = allowed[self.order].nonzero()[:, 0]
         return _columns(
-            self.codes[ranks], self.length[ranks], self.residual[ranks], self.order[ranks], len(self.order)
+            self.codes[ranks], self.length[ranks], self.residual[ranks], self.order[ranks], len(self.order),
+            self.group,
         )  # fmt: skip
 
     def queries(
@@ -147,7 +152,7 @@ class DeviceItems:
         """
         longest, rest = columns.longest[groups], columns.residual[groups]
         weight = rest + self.error * (longest + rest)
-        return (length + residual)[:, None] * weight + residual[:, None] * longest + _UNDERFLOW
+        return (length + residual)[:, None] * weight + residual[:, None] * longest + UNDERFLOW
 
 
 def encoded(
@@ -184,13 +189,14 @@ def _above(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _columns(
-    codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor, items: int
+    codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor, items: int,
+    group: int | None,
 ) -> Columns:  # fmt: skip
     """Columns of all the given items by rank; `items` counts all there are."""
     count, device = len(order), codes.device
     # Reading a group's K best costs about as much as its column is wide: both are small at the square root.
     wanted = max(1, count // _CANDIDATES) ** 0.5
-    size = min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(wanted)))))
+    size = group or min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(wanted)))))
     block = size * LANES
     total = -(-max(1, count) // block) * block
     ranks = torch.arange(total, device=device).view(-1, LANES, size).transpose(1, 2).reshape(-1)

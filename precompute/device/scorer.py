@@ -5,9 +5,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from queue import SimpleQueue
+from types import ModuleType
 from typing import Self
 
 import numpy as np
@@ -48,14 +49,19 @@ class _Asked:
     out: Top
     told: Callable[[int], None]
     room_bytes: int
+    fused: ModuleType | None
+    """`precompute.device.fused`, where it is to be used."""
 
 
 class DeviceScorer:
     """Items on one device, ready to be searched exactly; answers with the bits of `Scorer`."""
 
-    def __init__(self, compared: Compared, items: DeviceItems) -> None:
+    def __init__(
+        self, compared: Compared, items: DeviceItems, fused: ModuleType | None = None
+    ) -> None:
         self._compared = compared
         self._items = items
+        self._fused = fused
         self._device = items.codes.device
         self._changing = threading.Lock()
         self._parts = 1
@@ -73,10 +79,12 @@ class DeviceScorer:
         device: str,
         *,
         dtype: torch.dtype | None = None,
+        fused: bool | None = None,
     ) -> Self | None:
         """Scorer, as by `Scorer.of`; None, and why in the log, where the device cannot be relied on or has no room.
 
-        `dtype` is that of the products: half on a GPU, float32 elsewhere.
+        `dtype` is that of the products: half on a GPU, float32 elsewhere. `fused` says whether kernels of our own are
+        tried before torch's operators: on a GPU, if nothing is said.
         """
         where = torch.device(device)
         # Half-precision products are summed in float32, and float32 ones are not rounded to TF32.
@@ -94,7 +102,10 @@ class DeviceScorer:
             if not same_bits(vectors.shape[1], where):
                 _log.warning("%s adds in another order than this numpy: not used", device)
                 return None
-            items = DeviceItems.of(compared, where, chosen)
+            wanted = where.type == "cuda" if fused is None else fused
+            faster = _kernels(vectors.shape[1], where) if wanted else None
+            group = faster.group_of(len(vectors)) if faster else None
+            items = DeviceItems.of(compared, where, chosen, group)
             _settle(where)
             if not items.holds():
                 _log.warning("the products of %s are rougher than %s is: not used", device, chosen)
@@ -102,7 +113,7 @@ class DeviceScorer:
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             _log.warning("%s cannot hold %d items: %s", device, len(sizes), error)
             return None
-        return cls(compared, items)
+        return cls(compared, items, faster)
 
     def top(
         self,
@@ -124,13 +135,16 @@ class DeviceScorer:
         )
         left = np.flatnonzero(certain)
         try:
-            asked = _Asked(users, k, gone, self._columns(allowed), out, told, self._room_bytes())
+            asked = _Asked(
+                users, k, gone, self._columns(allowed), out, told, self._room_bytes(), self._fused
+            )
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             self._give_up(error)
         else:
             for spare in _SPARES:
                 if len(left) and not self.has_failed:
                     left = self._attempt(asked, left, k + k // 4 + spare)
+                    asked = replace(asked, fused=None)  # bounds in half precision said all they can
         left = np.union1d(left, np.flatnonzero(~certain))
         if len(left):
             rest = self._whole_rest if self.has_failed else self._few
@@ -202,7 +216,9 @@ class DeviceScorer:
             owners = np.repeat(np.arange(len(rows)), np.diff(gone.indptr))
             known = (gone.indices >= 0) & (gone.indices < items)
             pairs = moved(owners[known], self._device), moved(gone.indices[known], self._device)
-            found = search(self._items, asked.columns, queries, pairs, asked.k, shape)
+            by = self._by_kernels(asked, shape.fetch)
+            way = by.search if by else search
+            found = way(self._items, asked.columns, queries, pairs, asked.k, shape)
             keys, certain = (_fetched(each) for each in found)
             _settle(self._device)
         good, where = certain.numpy(), keys.numpy()
@@ -235,6 +251,9 @@ class DeviceScorer:
     def _shape(self, asked: _Asked, fetch: int) -> SearchShape:
         """The widest product that has room, of as many users as fill the device."""
         columns, room = asked.columns, asked.room_bytes // self._parts
+        if by := self._by_kernels(asked, fetch):
+            shape: SearchShape = by.shape_of(self._items, columns, fetch, room)
+            return shape
         total, block = len(columns.ordinals), columns.block
         per_column = self._items.codes.element_size() + 16 / columns.size
         fetch = min(fetch, total)
@@ -247,9 +266,13 @@ class DeviceScorer:
             return SearchShape(_ROWS_LEAST, width, fetch)
         return SearchShape(max(1, int(room // (per_user + block * per_column))), block, fetch)
 
+    def _by_kernels(self, asked: _Asked, fetch: int) -> ModuleType | None:
+        fused = asked.fused
+        return fused if fused and fused.fits(self._items, asked.columns, fetch) else None
+
     def _shrink(self, asked: _Asked, shape: SearchShape, error: Exception) -> None:
         """Halves what is done at once from now on; gives up where that is nothing."""
-        if shape.users == 1 and shape.columns <= asked.columns.block:
+        if shape.users == 1 and (asked.fused or shape.columns <= asked.columns.block):
             self._give_up(error)
             return
         with self._changing:
@@ -264,6 +287,22 @@ class DeviceScorer:
             if not self.has_failed:
                 self.has_failed = True
                 _log.warning("%s failed, the processor goes on: %s", self._device, error)
+
+
+def _kernels(dims: int, device: torch.device) -> ModuleType | None:
+    """`precompute.device.fused` where its kernels work on this device; else None, and why in the log."""
+    try:
+        from precompute.device import fused
+
+        if fused.agrees(dims, device):
+            return fused
+        why = "its kernels' lists differ from the operators'"
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # a compiler, a driver, a missing package: each has its own
+        why = f"its kernels cannot be run ({type(error).__name__}: {error})"
+    _log.warning("%s scores by torch's operators, several times slower: %s", device, why)
+    return None
 
 
 def _is_full(error: RuntimeError) -> bool:
