@@ -91,28 +91,17 @@ def search(
     gone: tuple[torch.Tensor, torch.Tensor],
     k: int,
     shape: SearchShape,
-    *,
-    tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys int64 [n, k] descending, WORST where there is no item; certain bool [n]), as `search.search` gives them."""
-    users, device = len(queries.codes), queries.codes.device
-    starts, hidden = _in_rows(gone, users, len(items.order))
+    users, width = queries.codes.shape
+    tiles = tiles_of(users, width, queries.codes.device)
+    hidden = hidden_of(gone, users, len(items.order))
     # An item that is excluded lifts its group's bound like any other.
     capacity = _power(shape.fetch)
-    wanted = (starts.diff() + shape.fetch).clamp(max=capacity).to(torch.int32)
-    shaped = tiles or tiles_of(users, queries.codes.shape[1], device)
-    bounds, blockwise = bounds_of(items, columns, queries, shaped)
-    chosen, left_out = chosen_of(bounds, blockwise, wanted, capacity, shaped)
-    keys = torch.empty((users, capacity * columns.size), dtype=torch.int64, device=device)
-    part = min(shaped.scored, _power(keys.numel()))
-    nobody = queries.exact  # where there are no lengths none are read
-    kernels.exact[-(-keys.numel() // part),](
-        queries.exact, nobody if queries.own is None else queries.own,
-        items.exact, nobody if items.own is None else items.own,
-        chosen, columns.ordinals, starts, hidden, keys, keys.numel(), len(items.order), len(hidden).bit_length(),
-        steps=items.exact.shape[1], lanes=LANES, size=columns.size, capacity=capacity, part=part,
-        cosine=items.own is not None, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    wanted = (hidden[0].diff() + shape.fetch).clamp(max=capacity).to(torch.int32)
+    bounds, blockwise = bounds_of(items, columns, queries, tiles)
+    chosen, left_out = chosen_of(bounds, blockwise, wanted, capacity, tiles)
+    keys = keys_of(items, columns, queries, hidden, chosen, tiles)
     return judged(items, queries, keys, left_out, k)
 
 
@@ -163,6 +152,29 @@ def chosen_of(
     return chosen, left_out
 
 
+def keys_of(
+    items: DeviceItems,
+    columns: Columns,
+    queries: Queries,
+    hidden: tuple[torch.Tensor, torch.Tensor],
+    chosen: torch.Tensor,
+    tiles: Tiles,
+) -> torch.Tensor:
+    """Exact keys int64 [n, capacity * size] of the items of chosen groups int32 [n, capacity]; WORST if hidden."""
+    users, capacity = chosen.shape
+    keys = torch.empty((users, capacity * columns.size), dtype=torch.int64, device=chosen.device)
+    part = min(tiles.scored, _power(keys.numel()))
+    nobody = queries.exact  # where there are no lengths none are read
+    kernels.exact[-(-keys.numel() // part),](
+        queries.exact, nobody if queries.own is None else queries.own,
+        items.exact, nobody if items.own is None else items.own,
+        chosen, columns.ordinals, *hidden, keys, keys.numel(), len(items.order), len(hidden[1]).bit_length(),
+        steps=items.exact.shape[1], lanes=LANES, size=columns.size, capacity=capacity, part=part,
+        cosine=items.own is not None, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return keys
+
+
 def agrees(dims: int, device: torch.device) -> bool:
     """True if on this device the kernels' bounds hold, and their lists have the bits of the operators'.
 
@@ -201,7 +213,7 @@ def _hold(items: DeviceItems, queries: Queries) -> bool:
     return bool(((over >= -allowed) & (over <= allowed + _ROUNDED))[:, columns.longest > 0].all())
 
 
-def _in_rows(
+def hidden_of(
     gone: tuple[torch.Tensor, torch.Tensor], users: int, items: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(starts int64 [users + 1], ordinals int64 ascending in each row) of pairs (row, ordinal up to `items`)."""

@@ -22,6 +22,7 @@ from cache.topk.flat import Compared, Top, lengths
 from cache.topk.topk import Scorer, checked
 from precompute.device.exact import same_bits, unsigned
 from precompute.device.items import Columns, DeviceItems, moved
+from precompute.device.probe import kernels_for
 from precompute.device.search import SearchShape, search
 
 STREAMS = 2
@@ -50,15 +51,12 @@ class _Asked:
     told: Callable[[int], None]
     room_bytes: int
     fused: ModuleType | None
-    """`precompute.device.fused`, where it is to be used."""
 
 
 class DeviceScorer:
     """Items on one device, ready to be searched exactly; answers with the bits of `Scorer`."""
 
-    def __init__(
-        self, compared: Compared, items: DeviceItems, fused: ModuleType | None = None
-    ) -> None:
+    def __init__(self, compared: Compared, items: DeviceItems, fused: ModuleType | None) -> None:
         self._compared = compared
         self._items = items
         self._fused = fused
@@ -83,8 +81,8 @@ class DeviceScorer:
     ) -> Self | None:
         """Scorer, as by `Scorer.of`; None, and why in the log, where the device cannot be relied on or has no room.
 
-        `dtype` is that of the products: half on a GPU, float32 elsewhere. `fused` says whether kernels of our own are
-        tried before torch's operators: on a GPU, if nothing is said.
+        `dtype` is that of the products: half on a GPU, float32 elsewhere; `fused` False leaves the kernels out, True
+        has them run elsewhere than on a GPU too.
         """
         where = torch.device(device)
         # Half-precision products are summed in float32, and float32 ones are not rounded to TF32.
@@ -102,8 +100,7 @@ class DeviceScorer:
             if not same_bits(vectors.shape[1], where):
                 _log.warning("%s adds in another order than this numpy: not used", device)
                 return None
-            wanted = where.type == "cuda" if fused is None else fused
-            faster = _kernels(vectors.shape[1], where) if wanted else None
+            faster = kernels_for(vectors.shape[1], where, fused)
             group = faster.group_of(len(vectors)) if faster else None
             items = DeviceItems.of(compared, where, chosen, group)
             _settle(where)
@@ -217,8 +214,9 @@ class DeviceScorer:
             known = (gone.indices >= 0) & (gone.indices < items)
             pairs = moved(owners[known], self._device), moved(gone.indices[known], self._device)
             by = self._by_kernels(asked, shape.fetch)
-            way = by.search if by else search
-            found = way(self._items, asked.columns, queries, pairs, asked.k, shape)
+            found = (by.search if by else search)(
+                self._items, asked.columns, queries, pairs, asked.k, shape
+            )
             keys, certain = (_fetched(each) for each in found)
             _settle(self._device)
         good, where = certain.numpy(), keys.numpy()
@@ -267,8 +265,8 @@ class DeviceScorer:
         return SearchShape(max(1, int(room // (per_user + block * per_column))), block, fetch)
 
     def _by_kernels(self, asked: _Asked, fetch: int) -> ModuleType | None:
-        fused = asked.fused
-        return fused if fused and fused.fits(self._items, asked.columns, fetch) else None
+        by = asked.fused
+        return by if by and by.fits(self._items, asked.columns, fetch) else None
 
     def _shrink(self, asked: _Asked, shape: SearchShape, error: Exception) -> None:
         """Halves what is done at once from now on; gives up where that is nothing."""
@@ -287,22 +285,6 @@ class DeviceScorer:
             if not self.has_failed:
                 self.has_failed = True
                 _log.warning("%s failed, the processor goes on: %s", self._device, error)
-
-
-def _kernels(dims: int, device: torch.device) -> ModuleType | None:
-    """`precompute.device.fused` where its kernels work on this device; else None, and why in the log."""
-    try:
-        from precompute.device import fused
-
-        if fused.agrees(dims, device):
-            return fused
-        why = "its kernels' lists differ from the operators'"
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception as error:  # a compiler, a driver, a missing package: each has its own
-        why = f"its kernels cannot be run ({type(error).__name__}: {error})"
-    _log.warning("%s scores by torch's operators, several times slower: %s", device, why)
-    return None
 
 
 def _is_full(error: RuntimeError) -> bool:
