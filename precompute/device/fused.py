@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cache.model.ranking import Metric, unit
-from cache.topk.flat import Compared, lengths
+from cache.topk.flat import Compared
 from precompute.device import kernels
 from precompute.device import search as operators
 from precompute.device.items import LANES, UNDERFLOW, Columns, DeviceItems, Queries
@@ -192,7 +192,7 @@ def agrees(dims: int, device: torch.device) -> bool:
     for metric, compared in metrics:
         of_metric = Compared.of(vectors, metric)
         held = DeviceItems.of(of_metric, device, torch.float16, group_of(_PROBED))
-        queries = held.queries(users, compared, lengths(compared))
+        queries = held.queries(users, compared)
         shape = SearchShape(len(users), len(held.whole.ordinals), 48)
         keys, certain = search(held, held.whole, queries, pairs, 16, shape)
         wanted, also = operators.search(held, held.whole, queries, pairs, 16, shape)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cache.model.tower import Histories
 from cache.topk.compiled import own_lengths
 from cache.topk.flat import Compared
 from precompute.device.exact import in_order
@@ -29,7 +30,10 @@ _CANDIDATES = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Users [n, ...] in the units of the items: `codes` half, `length` and `residual` float32 [n], rounded up."""
+    """Users [n, ...] in the units of the items: `codes` half, `length` and `residual` float32 [n], rounded up.
+
+    `size` float64 [n] are the lengths of the vectors as they came.
+    """
 
     exact: torch.Tensor
     own: torch.Tensor | None
@@ -37,6 +41,7 @@ class Queries:
     length: torch.Tensor
     residual: torch.Tensor
     scale: torch.Tensor
+    size: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,11 +92,10 @@ class DeviceItems:
         dims = compared.vectors.shape[1]
         scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
         order = np.argsort(-compared.sizes, kind="stable")
-        scales = np.full(_PART, scale)
         exact, parts = [], []
         for start in range(0, len(order), _PART):  # so that copies on their way stay small
             part = order[start : start + _PART]
-            parts.append(encoded(compared.filtering[part], scales[: len(part)], device, dtype))
+            parts.append(encoded(moved(compared.filtering[part], device), scale, dtype))
             exact.append(in_order(moved(compared.vectors[start : start + _PART], device)))
         codes, length, residual = (torch.cat(each) for each in zip(*parts, strict=True))
         own = own_lengths(compared.vectors) if compared.metric == "cosine" else None
@@ -110,8 +114,8 @@ class DeviceItems:
         """
         device, dtype = self.codes.device, self.codes.dtype
         users = np.random.default_rng(0).random((_PROBED, self.codes.shape[1]), np.float32)
-        shrunk = np.full(_PROBED, 1.0 / self.codes.shape[1])  # no longer than one
-        codes, length, _ = encoded(users, shrunk, device, dtype)
+        users /= self.codes.shape[1]  # no longer than one
+        codes, length, _ = encoded(moved(users, device), 1.0, dtype)
         some = self.codes[:: max(1, len(self.codes) // _PROBED)].abs()
         exact = codes.double() @ some.double().T
         error = (codes @ some.T).double() - exact
@@ -126,21 +130,27 @@ class DeviceItems:
             self.group,
         )  # fmt: skip
 
-    def queries(
-        self,
-        users: NDArray[np.float32],
-        compared: NDArray[np.float32],
-        sizes: NDArray[np.float64],
-    ) -> Queries:
-        """Users float32 [n, dims] as scored and as compared (unit vectors for cosine), `sizes` the latter's lengths."""
+    def queries(self, users: NDArray[np.float32], compared: NDArray[np.float32]) -> Queries:
+        """Users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
         device = self.codes.device
-        scale = np.ldexp(1.0, -np.frexp(sizes)[1])
-        codes, length, residual = encoded(compared, scale, device, self.codes.dtype)
+        ours = moved(users, device)
+        theirs = ours if compared is users else moved(compared, device)
+        size, length = (each.double().square().sum(1).sqrt() for each in (ours, theirs))
+        scale = torch.ldexp(torch.ones_like(length), -torch.frexp(length).exponent).to(
+            torch.float32
+        )
         own = None if self.own is None else moved(own_lengths(users), device)
         return Queries(
-            in_order(moved(users, device)), own, codes, length, residual,
-            moved(scale.astype(np.float32), device),
-        )  # fmt: skip
+            in_order(ours), own, *encoded(theirs, scale[:, None], self.codes.dtype), scale, size
+        )
+
+    def pairs(self, gone: Histories) -> tuple[torch.Tensor, torch.Tensor]:
+        """(row, ordinal) int64 of all that some users have; an ordinal that is not one is the number of items."""
+        device, items = self.codes.device, len(self.order)
+        counts, ordinals = (moved(each, device) for each in (np.diff(gone.indptr), gone.indices))
+        rows = torch.arange(len(gone), device=device)
+        owners = rows.repeat_interleave(counts, output_size=len(gone.indices))
+        return owners, torch.where((ordinals >= 0) & (ordinals < items), ordinals, items)
 
     def margin(
         self, columns: Columns, groups: slice, length: torch.Tensor, residual: torch.Tensor
@@ -156,16 +166,13 @@ class DeviceItems:
 
 
 def encoded(
-    vectors: NDArray[np.float32],
-    scale: NDArray[np.float64],
-    device: torch.device,
-    dtype: torch.dtype,
+    vectors: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `scale` [n].
+    """(codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `scale`.
 
     Scales are powers of two: nothing is rounded but by the code itself. What is rounded is measured, not estimated.
     """
-    scaled = moved(vectors, device) * moved(scale.astype(np.float32), device)[:, None]
+    scaled = vectors * scale
     codes = scaled.to(dtype)
     if (least := _NORMAL.get(dtype)) is not None:
         codes = torch.where(codes.abs() < least, torch.zeros_like(codes), codes)
@@ -182,6 +189,14 @@ def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) 
     if device.type != "cuda":
         return found
     return found.pin_memory().to(device, non_blocking=True)
+
+
+def fetched(found: torch.Tensor) -> torch.Tensor:
+    """Tensor on its way to the host, into pinned memory: there once the stream has settled."""
+    if found.device.type != "cuda":
+        return found
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    return host.copy_(found, non_blocking=True)
 
 
 def _above(lengths: torch.Tensor) -> torch.Tensor:

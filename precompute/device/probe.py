@@ -19,9 +19,12 @@ def kernels_for(dims: int, device: torch.device, wanted: bool | None) -> ModuleT
     try:
         from precompute.device import fused
 
-        if fused.agrees(dims, device):
+        if dims > fused.WIDTH_MOST:
+            why = f"the kernels take vectors of up to {fused.WIDTH_MOST} numbers, these have {dims}"
+        elif fused.agrees(dims, device):
             return fused
-        why = "its kernels' lists differ from the operators'"
+        else:
+            why = "its kernels' lists differ from the operators'"
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # a compiler, a driver, a missing package: each has its own

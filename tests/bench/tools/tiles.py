@@ -48,7 +48,6 @@ def stages_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     """Microseconds for each user of each stage, run by itself on what the one before gave; nothing if not used."""
     import torch
 
-    from cache.topk.flat import lengths
     from precompute.device import fused
     from precompute.device.search import judged
 
@@ -57,7 +56,7 @@ def stages_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     count, columns, capacity = len(users), on.whole, 1 << (FETCH - 1).bit_length()
     if not fused.fits(on, columns, FETCH):
         return {}
-    queries = on.queries(users, users, lengths(users))
+    queries = on.queries(users, users)
     tiles = fused.tiles_of(count, queries.codes.shape[1], device)
     rows = torch.arange(count, device=device).repeat_interleave(HISTORY)
     pairs = rows, torch.randint(len(items), (count * HISTORY,), device=device)
@@ -67,7 +66,7 @@ def stages_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     chosen, left_out = fused.chosen_of(bounds, blockwise, wanted, capacity, tiles)
     keys = fused.keys_of(on, columns, queries, hidden, chosen, tiles)
     runs: dict[str, Callable[[], object]] = {
-        "copies": lambda: on.queries(users, users, lengths(users)),
+        "copies": lambda: on.queries(users, users),
         "histories": lambda: fused.hidden_of(pairs, count, len(items)),
         "product": lambda: fused.bounds_of(on, columns, queries, tiles),
         "selection": lambda: fused.chosen_of(bounds, blockwise, wanted, capacity, tiles),
@@ -92,7 +91,6 @@ def main() -> None:
     """Try shapes while there is time, and print what each reaches."""
     import torch
 
-    from cache.topk.flat import lengths
     from precompute.device import fused
 
     device = torch.device("cuda")
@@ -112,7 +110,7 @@ def main() -> None:
             if group not in by_group:
                 by_group = {group: held(items, device, group)}
             on = by_group[group]
-            queries = on.queries(users, users, lengths(users))
+            queries = on.queries(users, users)
             tiles = fused.Tiles(rows, warps, stages)
             try:
                 took_s = seconds(lambda: fused.bounds_of(on, on.whole, queries, tiles))  # noqa: B023

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cache.model.ranking import score, unit
 from cache.model.tower import Histories
-from cache.topk.flat import Compared, lengths
+from cache.topk.flat import Compared
 from cache.topk.topk import Scorer
 from tests.devices import DEVICE
 from tests.unit.precompute.exactness import make
@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's: make torch-env")
 
 from precompute.device import fused  # noqa: E402
 from precompute.device import scorer as device_scorer  # noqa: E402
+from precompute.device import search as operators  # noqa: E402
 from precompute.device.items import LANES, DeviceItems  # noqa: E402
 from precompute.device.scorer import DeviceScorer  # noqa: E402
 
@@ -39,7 +40,7 @@ def agreed():
 def looked_again(monkeypatch):
     """Users that the kernels left to the operators, from now on."""
     seen = []
-    plain = device_scorer.search
+    plain = operators.search
 
     def spy(items, columns, queries, gone, k, shape):
         seen.append(len(queries.codes))
@@ -174,7 +175,7 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     users = (rng.standard_normal((16, dims)) * np.exp(rng.standard_normal((16, 1)))).astype("f4")
     held = DeviceItems.of(Compared.of(items, metric), WHERE, torch.float16, 4)
     queried = unit(users) if metric == "cosine" else users
-    queries, columns = held.queries(users, queried, lengths(queried)), held.whole
+    queries, columns = held.queries(users, queried), held.whole
 
     bounds, blockwise = fused.bounds_of(
         held, columns, queries, fused.tiles_of(16, queries.codes.shape[1], WHERE)
@@ -211,10 +212,8 @@ def test_groups_are_chosen_by_their_bounds_and_what_is_left_out_is_bounded(data)
     wanted = np.array([1, 20, 32], np.int32)
     blockwise = bounds.reshape(3, blocks, LANES).max(2)
 
-    chosen, left_out = fused.chosen_of(
-        *(torch.from_numpy(each).to(WHERE) for each in (bounds, blockwise, wanted)),
-        32, fused.tiles_of(3, 16, WHERE),
-    )  # fmt: skip
+    on = [torch.from_numpy(each).to(WHERE) for each in (bounds, blockwise, wanted)]
+    chosen, left_out = fused.chosen_of(on[0], on[1], on[2], 32, fused.tiles_of(3, 16, WHERE))
 
     for row in range(3):
         taken = chosen[row].cpu().numpy()
