@@ -6,6 +6,7 @@ STATE  ?= .larder
 LOCK   := infra/locks/all.txt
 READY  := $(VENV)/.ready
 TORCH  ?= torch==2.13.0
+TRITON ?= triton==3.7.1
 # Test files that run at once; each worker has a Redis, and an Airflow, of its own.
 WORKERS ?= 2
 UV     := $(BIN)/uv
@@ -82,8 +83,10 @@ bench: env  ## the quick benches, each with its JSON line
 	  test -z "$$failed" || { echo "these failed, or left something out:$$failed"; exit 1; }
 
 # The newest build that pip finds; a machine without a GPU wants the one for its processor.
-torch-env: env  ## torch (extra `gpu`) in .venv: scoring on GPUs, and the tests of it
+# torch for GPUs has brought its triton then; the one for processors brings none, and kernels are interpreted.
+torch-env: env  ## torch and triton (extra `gpu`) in .venv: scoring on GPUs, and the tests of it
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) $(TORCH)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) $(TRITON)
 
 gpu: torch-env  ## tests and benches of scoring on a GPU, under ten minutes; code 3 and nothing run where there is none
 	@$(BIN)/python -m tests.bench.device

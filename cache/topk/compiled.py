@@ -162,7 +162,11 @@ def _library(folder: Path) -> ctypes.CDLL | None:
 
 def fits(compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Mask of users float32 [n, dims] whose scores neither overflow nor vanish; the others are very long or short."""
-    sizes = lengths(users)
+    return long_enough(compared, lengths(users))
+
+
+def long_enough(compared: Compared, sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Mask of users of such lengths [n] whose scores neither overflow nor vanish."""
     if compared.metric == "cosine":
         return _within(sizes, _LENGTH)
     longest = compared.longest or 1.0

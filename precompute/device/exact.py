@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cache.model.ranking import score
 
@@ -54,9 +53,10 @@ def scores_of(keys: torch.Tensor) -> torch.Tensor:
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def unsigned(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The keys as `cache.model.ranking.unpack` takes them."""
-    return keys.view(np.uint64) ^ np.uint64(1 << 63)
+def unpacked(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cache.model.ranking.unpack` of keys int64 [n, k]: (ordinals int32, the bits of NO_ITEM for WORST; scores)."""
+    low = keys.view(torch.int32).view(*keys.shape, 2)[..., 0]  # of two halves the lower comes first
+    return ~low, scores_of(keys).masked_fill(keys == WORST, 0.0)
 
 
 def same_bits(dims: int, device: torch.device) -> bool:

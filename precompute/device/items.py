@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cache.model.tower import Histories
 from cache.topk.compiled import own_lengths
 from cache.topk.flat import Compared
 from precompute.device.exact import in_order
@@ -19,7 +20,7 @@ _LEAST = 1e-12
 _NORMAL = {torch.float16: 2.0**-14}
 """Smaller numbers are left to the residual: not every GPU multiplies them."""
 _OUT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
-_UNDERFLOW = 2.0**-24
+UNDERFLOW = 2.0**-24
 _MULTIPLE = 8
 _PART = 1 << 16
 _PROBED = 256
@@ -29,7 +30,10 @@ _CANDIDATES = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Users [n, ...] in the units of the items: `codes` half, `length` and `residual` float32 [n], rounded up."""
+    """Users [n, ...] in the units of the items: `codes` half, `length` and `residual` float32 [n], rounded up.
+
+    `size` float64 [n] are the lengths of the vectors as they came.
+    """
 
     exact: torch.Tensor
     own: torch.Tensor | None
@@ -37,6 +41,7 @@ class Queries:
     length: torch.Tensor
     residual: torch.Tensor
     scale: torch.Tensor
+    size: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,19 +80,22 @@ class DeviceItems:
     scale: float
     error: float
     """A product's rounding and that of the exact score, relative to both lengths."""
+    group: int | None
+    """Items that share a bound; None: as many as suits their number."""
     whole: Columns
 
     @classmethod
-    def of(cls, compared: Compared, device: torch.device, dtype: torch.dtype) -> Self:
+    def of(
+        cls, compared: Compared, device: torch.device, dtype: torch.dtype, group: int | None = None
+    ) -> Self:
         """Raises torch.OutOfMemoryError where the device has no room for them."""
         dims = compared.vectors.shape[1]
         scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
         order = np.argsort(-compared.sizes, kind="stable")
-        scales = np.full(_PART, scale)
         exact, parts = [], []
         for start in range(0, len(order), _PART):  # so that copies on their way stay small
             part = order[start : start + _PART]
-            parts.append(encoded(compared.filtering[part], scales[: len(part)], device, dtype))
+            parts.append(encoded(moved(compared.filtering[part], device), scale, dtype))
             exact.append(in_order(moved(compared.vectors[start : start + _PART], device)))
         codes, length, residual = (torch.cat(each) for each in zip(*parts, strict=True))
         own = own_lengths(compared.vectors) if compared.metric == "cosine" else None
@@ -96,7 +104,7 @@ class DeviceItems:
             torch.cat(exact), None if own is None else moved(own, device),
             where, codes, length, residual, scale,
             _OUT[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
-            _columns(codes, length, residual, where, len(order)),
+            group, _columns(codes, length, residual, where, len(order), group),
         )  # fmt: skip
 
     def holds(self) -> bool:
@@ -106,36 +114,43 @@ class DeviceItems:
         """
         device, dtype = self.codes.device, self.codes.dtype
         users = np.random.default_rng(0).random((_PROBED, self.codes.shape[1]), np.float32)
-        shrunk = np.full(_PROBED, 1.0 / self.codes.shape[1])  # no longer than one
-        codes, length, _ = encoded(users, shrunk, device, dtype)
+        users /= self.codes.shape[1]  # no longer than one
+        codes, length, _ = encoded(moved(users, device), 1.0, dtype)
         some = self.codes[:: max(1, len(self.codes) // _PROBED)].abs()
         exact = codes.double() @ some.double().T
         error = (codes @ some.T).double() - exact
-        allowed = self.error * length[:, None] * some.double().square().sum(1).sqrt() + _UNDERFLOW
+        allowed = self.error * length[:, None] * some.double().square().sum(1).sqrt() + UNDERFLOW
         return bool((error.abs() <= allowed).all())
 
     def only(self, allowed: torch.Tensor) -> Columns:
         """The columns of some items; `allowed` bool [items] by ordinal."""
         ranks = allowed[self.order].nonzero()[:, 0]
         return _columns(
-            self.codes[ranks], self.length[ranks], self.residual[ranks], self.order[ranks], len(self.order)
+            self.codes[ranks], self.length[ranks], self.residual[ranks], self.order[ranks], len(self.order),
+            self.group,
         )  # fmt: skip
 
-    def queries(
-        self,
-        users: NDArray[np.float32],
-        compared: NDArray[np.float32],
-        sizes: NDArray[np.float64],
-    ) -> Queries:
-        """Users float32 [n, dims] as scored and as compared (unit vectors for cosine), `sizes` the latter's lengths."""
+    def queries(self, users: NDArray[np.float32], compared: NDArray[np.float32]) -> Queries:
+        """Users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
         device = self.codes.device
-        scale = np.ldexp(1.0, -np.frexp(sizes)[1])
-        codes, length, residual = encoded(compared, scale, device, self.codes.dtype)
+        ours = moved(users, device)
+        theirs = ours if compared is users else moved(compared, device)
+        size, length = (each.double().square().sum(1).sqrt() for each in (ours, theirs))
+        scale = torch.ldexp(torch.ones_like(length), -torch.frexp(length).exponent).to(
+            torch.float32
+        )
         own = None if self.own is None else moved(own_lengths(users), device)
         return Queries(
-            in_order(moved(users, device)), own, codes, length, residual,
-            moved(scale.astype(np.float32), device),
-        )  # fmt: skip
+            in_order(ours), own, *encoded(theirs, scale[:, None], self.codes.dtype), scale, size
+        )
+
+    def pairs(self, gone: Histories) -> tuple[torch.Tensor, torch.Tensor]:
+        """(row, ordinal) int64 of all that some users have; an ordinal that is not one is the number of items."""
+        device, items = self.codes.device, len(self.order)
+        counts, ordinals = (moved(each, device) for each in (np.diff(gone.indptr), gone.indices))
+        rows = torch.arange(len(gone), device=device)
+        owners = rows.repeat_interleave(counts, output_size=len(gone.indices))
+        return owners, torch.where((ordinals >= 0) & (ordinals < items), ordinals, items)
 
     def margin(
         self, columns: Columns, groups: slice, length: torch.Tensor, residual: torch.Tensor
@@ -147,20 +162,17 @@ class DeviceItems:
         """
         longest, rest = columns.longest[groups], columns.residual[groups]
         weight = rest + self.error * (longest + rest)
-        return (length + residual)[:, None] * weight + residual[:, None] * longest + _UNDERFLOW
+        return (length + residual)[:, None] * weight + residual[:, None] * longest + UNDERFLOW
 
 
 def encoded(
-    vectors: NDArray[np.float32],
-    scale: NDArray[np.float64],
-    device: torch.device,
-    dtype: torch.dtype,
+    vectors: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `scale` [n].
+    """(codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `scale`.
 
     Scales are powers of two: nothing is rounded but by the code itself. What is rounded is measured, not estimated.
     """
-    scaled = moved(vectors, device) * moved(scale.astype(np.float32), device)[:, None]
+    scaled = vectors * scale
     codes = scaled.to(dtype)
     if (least := _NORMAL.get(dtype)) is not None:
         codes = torch.where(codes.abs() < least, torch.zeros_like(codes), codes)
@@ -179,18 +191,27 @@ def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) 
     return found.pin_memory().to(device, non_blocking=True)
 
 
+def fetched(found: torch.Tensor) -> torch.Tensor:
+    """Tensor on its way to the host, into pinned memory: there once the stream has settled."""
+    if found.device.type != "cuda":
+        return found
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    return host.copy_(found, non_blocking=True)
+
+
 def _above(lengths: torch.Tensor) -> torch.Tensor:
     return (lengths * _ROUND_UP + _LEAST).to(torch.float32)
 
 
 def _columns(
-    codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor, items: int
+    codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor, items: int,
+    group: int | None,
 ) -> Columns:  # fmt: skip
     """Columns of all the given items by rank; `items` counts all there are."""
     count, device = len(order), codes.device
     # Reading a group's K best costs about as much as its column is wide: both are small at the square root.
     wanted = max(1, count // _CANDIDATES) ** 0.5
-    size = min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(wanted)))))
+    size = group or min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(wanted)))))
     block = size * LANES
     total = -(-max(1, count) // block) * block
     ranks = torch.arange(total, device=device).view(-1, LANES, size).transpose(1, 2).reshape(-1)

@@ -5,22 +5,24 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from queue import SimpleQueue
+from types import ModuleType
 from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.model.ranking import Metric, unit, unpack
+from cache.model.ranking import Metric, unit
 from cache.model.tower import Histories
-from cache.topk.compiled import fits
+from cache.topk.compiled import fits, long_enough
 from cache.topk.flat import Compared, Top, lengths
 from cache.topk.topk import Scorer, checked
-from precompute.device.exact import same_bits, unsigned
-from precompute.device.items import Columns, DeviceItems, moved
+from precompute.device.exact import same_bits, unpacked
+from precompute.device.items import Columns, DeviceItems, fetched
+from precompute.device.probe import kernels_for
 from precompute.device.search import SearchShape, search
 
 STREAMS = 2
@@ -48,14 +50,16 @@ class _Asked:
     out: Top
     told: Callable[[int], None]
     room_bytes: int
+    fused: ModuleType | None
 
 
 class DeviceScorer:
     """Items on one device, ready to be searched exactly; answers with the bits of `Scorer`."""
 
-    def __init__(self, compared: Compared, items: DeviceItems) -> None:
+    def __init__(self, compared: Compared, items: DeviceItems, fused: ModuleType | None) -> None:
         self._compared = compared
         self._items = items
+        self._fused = fused
         self._device = items.codes.device
         self._changing = threading.Lock()
         self._parts = 1
@@ -73,10 +77,12 @@ class DeviceScorer:
         device: str,
         *,
         dtype: torch.dtype | None = None,
+        fused: bool | None = None,
     ) -> Self | None:
         """Scorer, as by `Scorer.of`; None, and why in the log, where the device cannot be relied on or has no room.
 
-        `dtype` is that of the products: half on a GPU, float32 elsewhere.
+        `dtype` is that of the products: half on a GPU, float32 elsewhere; `fused` False leaves the kernels out, True
+        has them run elsewhere than on a GPU too.
         """
         where = torch.device(device)
         # Half-precision products are summed in float32, and float32 ones are not rounded to TF32.
@@ -94,7 +100,10 @@ class DeviceScorer:
             if not same_bits(vectors.shape[1], where):
                 _log.warning("%s adds in another order than this numpy: not used", device)
                 return None
-            items = DeviceItems.of(compared, where, chosen)
+            half = chosen == torch.float16
+            faster = kernels_for(vectors.shape[1], where, fused) if half else None
+            group = faster.group_of(len(vectors)) if faster else None
+            items = DeviceItems.of(compared, where, chosen, group)
             _settle(where)
             if not items.holds():
                 _log.warning("the products of %s are rougher than %s is: not used", device, chosen)
@@ -102,7 +111,7 @@ class DeviceScorer:
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             _log.warning("%s cannot hold %d items: %s", device, len(sizes), error)
             return None
-        return cls(compared, items)
+        return cls(compared, items, faster)
 
     def top(
         self,
@@ -118,20 +127,18 @@ class DeviceScorer:
         users, gone = checked(self._compared, users, k, excluded, allowed)
         out = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
         told = progress or (lambda _: None)
-        sizes = lengths(users)
-        certain = fits(self._compared, users) & (
-            (sizes == 0) | ((sizes > _SIZES[0]) & (sizes < _SIZES[1]))
-        )
-        left = np.flatnonzero(certain)
+        left = np.arange(len(users))
         try:
-            asked = _Asked(users, k, gone, self._columns(allowed), out, told, self._room_bytes())
+            asked = _Asked(
+                users, k, gone, self._columns(allowed), out, told, self._room_bytes(), self._fused
+            )
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             self._give_up(error)
         else:
             for spare in _SPARES:
                 if len(left) and not self.has_failed:
                     left = self._attempt(asked, left, k + k // 4 + spare)
-        left = np.union1d(left, np.flatnonzero(~certain))
+                    asked = replace(asked, fused=None)  # bounds in half precision said all they can
         if len(left):
             rest = self._whole_rest if self.has_failed else self._few
             part = rest.top(
@@ -195,20 +202,22 @@ class DeviceScorer:
         self, asked: _Asked, shape: SearchShape, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         with self._stream():
-            users = np.ascontiguousarray(asked.users[rows])
+            where = _slice_of(rows)
+            users = np.ascontiguousarray(asked.users[where])
             compared = unit(users) if self._compared.metric == "cosine" else users
-            queries = self._items.queries(users, compared, lengths(compared))
-            gone, items = asked.gone.take(rows), len(self._compared.vectors)
-            owners = np.repeat(np.arange(len(rows)), np.diff(gone.indptr))
-            known = (gone.indices >= 0) & (gone.indices < items)
-            pairs = moved(owners[known], self._device), moved(gone.indices[known], self._device)
-            found = search(self._items, asked.columns, queries, pairs, asked.k, shape)
-            keys, certain = (_fetched(each) for each in found)
+            queries = self._items.queries(users, compared)
+            pairs = self._items.pairs(asked.gone.take(rows))
+            by = self._by_kernels(asked, shape.fetch)
+            keys, certain = (by.search if by else search)(
+                self._items, asked.columns, queries, pairs, asked.k, shape
+            )
+            found = [fetched(each) for each in (*unpacked(keys), certain, queries.size)]
             _settle(self._device)
-        good, where = certain.numpy(), keys.numpy()
-        ordinals, scores = unpack(unsigned(where[good]), asked.k)
-        asked.out[0][rows[good]], asked.out[1][rows[good]] = ordinals, scores
-        uncertain: NDArray[np.int64] = rows[~good]
+        ordinals, scores, sure, sizes = (each.numpy() for each in found)
+        # Lists that are not certain are written again by whoever makes them so.
+        asked.out[0][where], asked.out[1][where] = ordinals.view(np.uint32), scores
+        usual = (sizes == 0) | ((sizes > _SIZES[0]) & (sizes < _SIZES[1]))
+        uncertain: NDArray[np.int64] = rows[~(sure & usual & long_enough(self._compared, sizes))]
         return uncertain
 
     @contextmanager
@@ -237,6 +246,9 @@ class DeviceScorer:
     def _shape(self, asked: _Asked, fetch: int) -> SearchShape:
         """The widest product that has room, of as many users as fill the device."""
         columns, room = asked.columns, asked.room_bytes // self._parts
+        if by := self._by_kernels(asked, fetch):
+            shape: SearchShape = by.shape_of(self._items, columns, fetch, room)
+            return shape
         total, block = len(columns.ordinals), columns.block
         per_column = self._items.codes.element_size() + 16 / columns.size
         fetch = min(fetch, total)
@@ -249,9 +261,14 @@ class DeviceScorer:
             return SearchShape(_ROWS_LEAST, width, fetch)
         return SearchShape(max(1, int(room // (per_user + block * per_column))), block, fetch)
 
+    def _by_kernels(self, asked: _Asked, fetch: int) -> ModuleType | None:
+        by = asked.fused
+        return by if by and by.fits(self._items, asked.columns, fetch) else None
+
     def _shrink(self, asked: _Asked, shape: SearchShape, error: Exception) -> None:
         """Halves what is done at once from now on; gives up where that is nothing."""
-        if shape.users == 1 and shape.columns <= asked.columns.block:
+        least = self._by_kernels(asked, shape.fetch) or shape.columns <= asked.columns.block
+        if shape.users == 1 and least:
             self._give_up(error)
             return
         with self._changing:
@@ -268,17 +285,15 @@ class DeviceScorer:
                 _log.warning("%s failed, the processor goes on: %s", self._device, error)
 
 
+def _slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """The same rows, ascending, as a slice if they are neighbours: nothing is then copied to read them."""
+    together = len(rows) and rows[-1] - rows[0] == len(rows) - 1
+    return slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
+
+
 def _is_full(error: RuntimeError) -> bool:
     """True if the device is out of memory, for which cuBLAS has an error of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
-
-
-def _fetched(found: torch.Tensor) -> torch.Tensor:
-    """Tensor on its way to the host, into pinned memory: there once the stream has settled."""
-    if found.device.type != "cuda":
-        return found
-    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-    return host.copy_(found, non_blocking=True)
 
 
 def _settle(device: torch.device) -> None:

@@ -96,12 +96,18 @@ def search(
         if not len(rows):
             break
         _look(items, columns, queries, found, rows, (owners, hidden), tile)
-    keys = _exact(items, columns, queries, found)
-    best = keys.topk(min(k, fetch), 1)[0]
+    return judged(items, queries, _exact(items, columns, queries, found), found.left_out, k)
+
+
+def judged(
+    items: DeviceItems, queries: Queries, keys: torch.Tensor, left_out: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the best k of keys int64 [n, any number], certain bool [n]): nothing left out, `left_out` [n], is as good."""
+    best = keys.topk(min(k, keys.shape[1]), 1)[0]
     if best.shape[1] < k:
         best = torch.nn.functional.pad(best, (0, k - best.shape[1]), value=WORST)
     last = scores_of(best[:, -1]) * queries.scale * items.scale
-    certain = (found.left_out == _NOTHING) | ((best[:, -1] != WORST) & (last > found.left_out))
+    certain = (left_out == _NOTHING) | ((best[:, -1] != WORST) & (last > left_out))
     return best, certain
 
 

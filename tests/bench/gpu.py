@@ -3,9 +3,10 @@
 Beside one large square bfloat16 product on the same device (`matrix_rate_128`, `matrix_rate_256`: the part of its rate
 that the whole top-K reaches), the bare half-precision product in the same tiles (which selects nothing), torch's
 product with topk end to end (over-fetching nothing: it does not even exclude), and FAISS or cuVS where they see the
-GPU. `million` is 100,000 Gaussian users by a million items, 128 numbers each, or 256; `skewed` has item lengths as real
-ones have; `real128` and `real256` as in the bench `topk`. LARDER_DEVICE chooses another device than the first GPU;
-without any, nothing is measured. The night on the same device is the bench `night`, its baseline the kernel there.
+GPU; then each stage of the kernels by itself, in microseconds for each user. `million` is 100,000 Gaussian users by a
+million items, 128 numbers each, or 256; `skewed` has item lengths as real ones have; `real128` and `real256` as in the
+bench `topk`. LARDER_DEVICE chooses another device than the first GPU; without any, nothing is measured. The night on
+the same device is the bench `night`, its baseline the kernel there.
 """
 
 import importlib.util
@@ -23,6 +24,7 @@ import numpy as np
 from cache.model.tower import Histories
 from precompute.config.devices import devices
 from tests.bench.tools.harness import Options, Report, compare, parse
+from tests.bench.tools.tiles import stages_of
 from tests.bench.tools.topk_cases import Case, random_case, real_case, real_file
 from tests.bench.topk import recall_of
 
@@ -206,6 +208,9 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
         label = RATES.get((name, baseline), f"{name}_vs_{baseline}")
         report.ratios[label] = ratio
         report.figures[f"{name}_users_per_s"] = round(ratio.candidate)
+    if device.type == "cuda":
+        for stage, us in stages_of(case.items, case.users, device).items():
+            report.figures[f"{name}_{stage}_us"] = round(us, 4)
     if scorer.has_failed:
         raise SystemExit(f"{device} failed while {name} was measured: the log says why")
 

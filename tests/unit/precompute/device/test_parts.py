@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.model.ranking import pack, score, unit, unpack
-from cache.topk.flat import Compared, lengths
+from cache.topk.flat import Compared
 from tests.devices import DEVICE
 
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
@@ -18,7 +18,7 @@ from precompute.device.exact import (  # noqa: E402
     keys_of,
     same_bits,
     scores_of,
-    unsigned,
+    unpacked,
 )
 from precompute.device.items import LANES, DeviceItems  # noqa: E402
 from precompute.device.search import tiles  # noqa: E402
@@ -63,11 +63,14 @@ def test_keys_sort_and_read_like_those_of_the_night(values):
 
     keys = keys_of(torch.from_numpy(scores).to(WHERE), torch.from_numpy(ordinals).to(WHERE))
 
-    assert unsigned(keys.cpu().numpy()).tolist() == pack(scores, ordinals).tolist()
+    unsigned = keys.cpu().numpy().view(np.uint64) ^ np.uint64(1 << 63)
+    assert unsigned.tolist() == pack(scores, ordinals).tolist()
     assert keys.cpu().argsort().tolist() == pack(scores, ordinals).argsort().tolist()
     assert np.array_equal(scores_of(keys).cpu().numpy(), scores)
-    nothing = unsigned(np.array([[WORST]]))
-    assert unpack(nothing, 1)[0].tolist() == [[0xFFFFFFFF]]
+    found = unpacked(torch.cat([keys, torch.tensor([WORST], device=WHERE)])[None])
+    wanted = unpack(np.append(unsigned, np.uint64(0))[None], len(keys) + 1)
+    assert np.array_equal(found[0].cpu().numpy().view(np.uint32), wanted[0])
+    assert np.array_equal(found[1].cpu().numpy().view(np.uint32), wanted[1].view(np.uint32))
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,7 +88,7 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
     compared = Compared.of(items, metric)
     held = DeviceItems.of(compared, WHERE, dtype)
     queried = unit(users) if metric == "cosine" else users
-    queries, columns = held.queries(users, queried, lengths(queried)), held.whole
+    queries, columns = held.queries(users, queried), held.whole
     real = (columns.ordinals < 700).cpu().numpy()
 
     product = (queries.codes @ columns.codes.T).double().cpu().numpy()

@@ -24,7 +24,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def on_device(items, metric="inner_product", dtype=torch.float16):
-    found = DeviceScorer.of(items, metric, DEVICE, dtype=dtype)
+    found = DeviceScorer.of(items, metric, DEVICE, dtype=dtype, fused=False)
     assert found is not None
     return found
 

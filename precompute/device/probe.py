@@ -1,0 +1,33 @@
+"""The kernels of the top-K where they can be relied on."""
+
+import logging
+from types import ModuleType
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+
+def kernels_for(dims: int, device: torch.device, wanted: bool | None) -> ModuleType | None:
+    """`precompute.device.fused` if it works on this device; else None, and why in the log.
+
+    `wanted` None is on GPUs only: elsewhere Triton has nothing but its interpreter. Raises torch.OutOfMemoryError and
+    torch.AcceleratorError.
+    """
+    if not (device.type == "cuda" if wanted is None else wanted):
+        return None
+    try:
+        from precompute.device import fused
+
+        if dims > fused.WIDTH_MOST:
+            why = f"the kernels take vectors of up to {fused.WIDTH_MOST} numbers, these have {dims}"
+        elif fused.agrees(dims, device):
+            return fused
+        else:
+            why = "its kernels' lists differ from the operators'"
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # a compiler, a driver, a missing package: each has its own
+        why = f"its kernels cannot be run ({type(error).__name__}: {error})"
+    _log.warning("%s scores by torch's operators, several times slower: %s", device, why)
+    return None

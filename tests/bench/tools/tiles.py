@@ -1,0 +1,127 @@
+"""Tiles of the kernels of the top-K on this GPU: product rates of several shapes, then each stage by itself.
+
+`python -m tests.bench.tools.tiles [seconds]`: Gaussian users by a million items, 128 numbers each and 256; shapes are
+tried until the seconds (50) are over. Rates are users/s of the product with its bounds alone, and their part of a large
+square bfloat16 product. The fastest belong into `precompute.device.fused.tiles_of` and `group_of`.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+USERS, ITEMS, K, FETCH = 16_384, 1_000_000, 100, 157
+HISTORY = 30
+TRIED = [  # (users of a program, warps, stages, items of a group)
+    (128, 8, 3, 4), (256, 16, 3, 4), (128, 4, 3, 4), (128, 8, 3, 8), (256, 16, 4, 4), (256, 8, 3, 4), (128, 8, 4, 4),
+    (64, 4, 4, 4), (256, 16, 3, 8), (128, 8, 2, 4), (128, 8, 3, 16), (64, 4, 3, 4), (128, 4, 3, 16),
+]  # fmt: skip
+
+
+def seconds(run: Callable[[], object], rounds: int = 3) -> float:
+    """Median of some rounds, after one that compiles."""
+    import torch
+
+    found = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - started)
+    return sorted(found[1:])[rounds // 2]
+
+
+def held(items: Any, device: Any, group: int) -> Any:
+    """Items on the device in groups of some size."""
+    import torch
+
+    from cache.topk.flat import Compared
+    from precompute.device.items import DeviceItems
+
+    return DeviceItems.of(Compared.of(items, "inner_product"), device, torch.float16, group)
+
+
+def stages_of(items: Any, users: Any, device: Any) -> dict[str, float]:
+    """Microseconds for each user of each stage, run by itself on what the one before gave; nothing if not used."""
+    import torch
+
+    from precompute.device import fused
+    from precompute.device.search import judged
+
+    on = held(items, device, fused.group_of(len(items)))
+    users = users[:USERS]
+    count, columns, capacity = len(users), on.whole, 1 << (FETCH - 1).bit_length()
+    if not fused.fits(on, columns, FETCH):
+        return {}
+    queries = on.queries(users, users)
+    tiles = fused.tiles_of(count, queries.codes.shape[1], device)
+    rows = torch.arange(count, device=device).repeat_interleave(HISTORY)
+    pairs = rows, torch.randint(len(items), (count * HISTORY,), device=device)
+    hidden = fused.hidden_of(pairs, count, len(items))
+    wanted = torch.full((count,), FETCH, dtype=torch.int32, device=device)
+    bounds, blockwise = fused.bounds_of(on, columns, queries, tiles)
+    chosen, left_out = fused.chosen_of(bounds, blockwise, wanted, capacity, tiles)
+    keys = fused.keys_of(on, columns, queries, hidden, chosen, tiles)
+    runs: dict[str, Callable[[], object]] = {
+        "copies": lambda: on.queries(users, users),
+        "histories": lambda: fused.hidden_of(pairs, count, len(items)),
+        "product": lambda: fused.bounds_of(on, columns, queries, tiles),
+        "selection": lambda: fused.chosen_of(bounds, blockwise, wanted, capacity, tiles),
+        "exact": lambda: fused.keys_of(on, columns, queries, hidden, chosen, tiles),
+        "best": lambda: judged(on, queries, keys, left_out, K),
+    }
+    found = {stage: seconds(run) * 1e6 / count for stage, run in runs.items()}
+    return found | {"groups": float((chosen >= 0).sum(1).double().mean())}
+
+
+def square_users_per_s(dims: int, device: Any) -> float:
+    """Users per second at the rate of a large square bfloat16 product."""
+    import torch
+
+    left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(left)
+    took_s = seconds(lambda: [torch.mm(left, right, out=out) for _ in range(10)])
+    return 10 * 8192**3 / took_s / (ITEMS * dims)
+
+
+def main() -> None:
+    """Try shapes while there is time, and print what each reaches."""
+    import torch
+
+    from precompute.device import fused
+
+    device = torch.device("cuda")
+    until = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 50)
+    rng = np.random.default_rng(0)
+    for dims in (128, 256):
+        items = rng.standard_normal((ITEMS, dims), np.float32)
+        users = rng.standard_normal((USERS, dims), np.float32)
+        square = square_users_per_s(dims, device)
+        print(f"{dims} numbers: {square:,.0f} users/s at the rate of a square product", flush=True)
+        for stage, us in stages_of(items, users, device).items():
+            print(f"  {stage:10} {us:8.4f} us a user", flush=True)
+        by_group: dict[int, Any] = {}
+        for rows, warps, stages, group in TRIED:
+            if time.monotonic() > until - (20 if dims == 128 else 0):
+                break
+            if group not in by_group:
+                by_group = {group: held(items, device, group)}
+            on = by_group[group]
+            queries = on.queries(users, users)
+            tiles = fused.Tiles(rows, warps, stages)
+            try:
+                took_s = seconds(lambda: fused.bounds_of(on, on.whole, queries, tiles))  # noqa: B023
+            except Exception as error:
+                print(
+                    f"  {tiles} group {group}: {type(error).__name__} {str(error)[:80]}", flush=True
+                )
+                continue
+            rate = USERS / took_s
+            print(f"  {tiles} group {group}: {rate:,.0f} users/s, {rate / square:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""The kernels of the top-K: the operators' and the processor's bits. Without a GPU by Triton's interpreter."""
+
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cache.model.ranking import score, unit
+from cache.model.tower import Histories
+from cache.topk.flat import Compared
+from cache.topk.topk import Scorer
+from tests.devices import DEVICE
+from tests.unit.precompute.exactness import make
+
+torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
+pytest.importorskip("triton", reason="the kernels are Triton's: make torch-env")
+
+from precompute.device import fused  # noqa: E402
+from precompute.device import scorer as device_scorer  # noqa: E402
+from precompute.device import search as operators  # noqa: E402
+from precompute.device.items import LANES, DeviceItems  # noqa: E402
+from precompute.device.scorer import DeviceScorer  # noqa: E402
+
+WHERE = torch.device(DEVICE)
+AGREES = fused.agrees
+
+
+@pytest.fixture(scope="module")
+def agreed():
+    """Has the kernels probed once, and no more: the interpreter takes its time."""
+    assert fused.agrees(24, WHERE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "agrees", lambda *_: True)
+        yield
+
+
+@pytest.fixture
+def looked_again(monkeypatch):
+    """Users that the kernels left to the operators, from now on."""
+    seen = []
+    plain = operators.search
+
+    def spy(items, columns, queries, gone, k, shape):
+        seen.append(len(queries.codes))
+        return plain(items, columns, queries, gone, k, shape)
+
+    monkeypatch.setattr(device_scorer, "search", spy)
+    return seen
+
+
+def by_kernels(items, metric="inner_product"):
+    found = DeviceScorer.of(items, metric, DEVICE, dtype=torch.float16, fused=True)
+    assert found is not None
+    return found
+
+
+def same(left, right):
+    """Same ordinals, same bits."""
+    return np.array_equal(left[0], right[0]) and np.array_equal(
+        left[1].view(np.uint32), right[1].view(np.uint32)
+    )
+
+
+def assert_same(users, items, k, excluded, metric="inner_product", allowed=None):
+    wanted = Scorer.of(items, metric, engine=False).top(users, k, excluded, allowed=allowed)
+    assert same(by_kernels(items, metric).top(users, k, excluded, allowed=allowed), wanted)
+
+
+@pytest.mark.usefixtures("agreed")
+@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+@pytest.mark.parametrize(
+    ("users", "items", "dims", "k"), [(1, 1, 1, 1), (20, 300, 37, 20), (9, 2500, 128, 100)]
+)
+def test_lists_have_the_bits_of_the_processor(looked_again, metric, users, items, dims, k):
+    queries, vectors, excluded = make(users, items, dims, seed=dims)
+
+    assert_same(queries, vectors, k, excluded, metric)
+
+    assert sum(looked_again) <= users // 4
+
+
+@pytest.mark.usefixtures("agreed")
+def test_some_items_only_and_histories_of_everything():
+    queries, vectors, _ = make(5, 700, 20, seed=1)
+    vectors[11] = vectors[300] = 0
+    queries[2] = 0
+    rng = np.random.default_rng(2)
+    excluded = Histories.of(
+        [np.arange(700), [], np.arange(695), rng.permutation(700)[:300], [-1, 9999]]
+    )
+
+    for allowed in (None, rng.random(700) < 0.2, np.zeros(700, np.bool_)):
+        assert_same(queries, vectors, 30, excluded, allowed=allowed)
+
+
+@pytest.mark.usefixtures("agreed")
+def test_near_ties_and_masses_of_ties_are_settled_by_their_bits():
+    rng = np.random.default_rng(8)
+    alike = np.ones((1500, 12), np.float32)
+    nearly = alike + rng.integers(-3, 4, alike.shape).astype(np.float32) * np.float32(2**-22)
+    users = np.concatenate([np.ones((1, 12)), rng.standard_normal((3, 12))]).astype(np.float32)
+    excluded = Histories.of([[0, 2], [], [1499, 1498], [7]])
+
+    for items in (alike, nearly):
+        assert_same(users, items, 25, excluded)
+
+
+@pytest.mark.usefixtures("agreed")
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e17, 1e30])
+def test_tiny_and_huge_vectors_are_exact(scale):
+    users, items, excluded = make(6, 400, 16, seed=9)
+    users[::2] *= np.float32(scale)
+    items[::3] *= np.float32(scale if scale < 1e20 else 1)
+    items[5] = -0.0
+    users[1, :8] = -1e-42
+
+    assert_same(users, items, 15, excluded)
+
+
+def any_case(data, most):
+    items = data.draw(st.sampled_from([1, 2, 255, 257, most]), "items")
+    dims = data.draw(st.sampled_from([1, 3, 16, 17, 40, 66]), "dims")
+    users = data.draw(st.sampled_from([1, 2, 17]), "users")
+    k = data.draw(st.integers(1, 90), "k")
+    metric = data.draw(st.sampled_from(["inner_product", "cosine"]), "metric")
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
+    queries, vectors, excluded = make(
+        users,
+        items,
+        dims,
+        seed=int(rng.integers(1 << 30)),
+        longest=data.draw(st.sampled_from([3, 300])),
+    )
+    if data.draw(st.booleans(), "whole numbers, many ties"):
+        queries, vectors = np.rint(queries), np.rint(vectors)
+    if data.draw(st.booleans(), "all scores negative"):
+        queries, vectors = -np.abs(queries), np.abs(vectors)
+    vectors[rng.random(items) < 0.1] = 0
+    queries[rng.random(users) < 0.1] = 0
+    if not vectors.any():
+        vectors[0] = 1
+    allowed = rng.random(items) < 0.5 if data.draw(st.booleans(), "some allowed") else None
+    assert_same(queries, vectors, k, excluded, metric, allowed)
+
+
+@pytest.mark.usefixtures("agreed")
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_case_is_exact(data):
+    any_case(data, 900)
+
+
+@pytest.mark.storm
+@pytest.mark.usefixtures("agreed")
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_many_cases_are_exact(data):
+    any_case(data, 9000)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([1, 2, 30]),
+    st.sampled_from([0, 1, 6]),
+    st.sampled_from(["inner_product", "cosine"]),
+)
+def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, spread, metric):
+    rng = np.random.default_rng(seed)
+    items = (
+        rng.standard_normal((900, dims)) * np.exp(spread * rng.standard_normal((900, 1)))
+    ).astype("f4")
+    users = (rng.standard_normal((16, dims)) * np.exp(rng.standard_normal((16, 1)))).astype("f4")
+    held = DeviceItems.of(Compared.of(items, metric), WHERE, torch.float16, 4)
+    queried = unit(users) if metric == "cosine" else users
+    queries, columns = held.queries(users, queried), held.whole
+
+    bounds, blockwise = fused.bounds_of(
+        held, columns, queries, fused.tiles_of(16, queries.codes.shape[1], WHERE)
+    )
+
+    ordinals = columns.ordinals.cpu().numpy()
+    exact = score(users, items, np.tile(np.minimum(ordinals, 899), (16, 1)), metric).astype(
+        np.float64
+    )
+    exact *= queries.scale.double().cpu().numpy()[:, None] * held.scale
+    exact[:, ordinals == 900] = -np.inf
+    highest = exact.reshape(16, -1, columns.size, LANES).max(2).reshape(16, -1)
+    found, real = bounds.double().cpu().numpy(), highest.max(0) > -np.inf
+    margin = held.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
+    assert (found >= highest).all()
+    assert (found <= highest + 2 * margin + 2.0**-9)[:, real].all()
+    assert np.array_equal(blockwise.cpu().numpy(), bounds.view(16, -1, LANES).amax(2).cpu().numpy())
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.data())
+def test_groups_are_chosen_by_their_bounds_and_what_is_left_out_is_bounded(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
+    blocks = data.draw(st.sampled_from([1, 5, 40]), "blocks")
+    kinds = data.draw(st.sampled_from(["normal", "ties", "alike", "special"]), "values")
+    bounds = rng.standard_normal((3, blocks * LANES))
+    if kinds == "ties":
+        bounds = np.rint(bounds * 3)
+    if kinds == "alike":
+        bounds[:] = 0.5
+    if kinds == "special":
+        bounds = rng.choice([0.0, -0.0, 6e-8, -6e-8, 65504, -65504, -np.inf], bounds.shape)
+    bounds = bounds.astype(np.float16)
+    wanted = np.array([1, 20, 32], np.int32)
+    blockwise = bounds.reshape(3, blocks, LANES).max(2)
+
+    on = [torch.from_numpy(each).to(WHERE) for each in (bounds, blockwise, wanted)]
+    chosen, left_out = fused.chosen_of(on[0], on[1], on[2], 32, fused.tiles_of(3, 16, WHERE))
+
+    for row in range(3):
+        taken = chosen[row].cpu().numpy()
+        taken = taken[taken >= 0]
+        rest = np.delete(bounds[row], taken)
+        assert len(set(taken.tolist())) == len(taken) >= min(wanted[row], bounds.shape[1])
+        limit = left_out[row].item()
+        assert rest.max(initial=-np.inf) <= limit <= np.sort(bounds[row])[-wanted[row]]
+        assert len(rest) or limit == -np.inf
+
+
+def test_kernels_that_disagree_are_not_used(monkeypatch, caplog):
+    # Given kernels whose bounds are a little too low
+    monkeypatch.setattr(fused, "agrees", AGREES)
+    plain = fused.bounds_of
+    monkeypatch.setattr(fused, "bounds_of", lambda *given: [each - 0.02 for each in plain(*given)])
+
+    found = DeviceScorer.of(
+        np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True
+    )
+
+    assert found is not None and found._fused is None
+    assert "kernels' lists differ" in caplog.text
+
+
+def test_kernels_that_cannot_be_run_are_not_used(monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(fused, "agrees", broken)
+
+    found = DeviceScorer.of(
+        np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True
+    )
+
+    assert found is not None and found._fused is None
+    assert "RuntimeError: no compiler" in caplog.text
+
+
+@pytest.mark.usefixtures("agreed")
+def test_out_of_memory_halves_the_users_of_a_search(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    users, items, excluded = make(8, 200, 8, seed=6)
+    scorer = by_kernels(items)
+    plain = fused.search
+
+    def small_device(items, columns, queries, gone, k, shape):
+        if len(queries.codes) > 4:
+            raise torch.OutOfMemoryError("no room")
+        return plain(items, columns, queries, gone, k, shape)
+
+    monkeypatch.setattr(fused, "search", small_device)
+    monkeypatch.setattr(DeviceScorer, "_room_bytes", lambda _: 60_000)
+
+    found = scorer.top(users, 10, excluded)
+
+    assert same(found, Scorer.of(items, engine=False).top(users, 10, excluded))
+    assert not scorer.has_failed and "out of memory" in caplog.text
+
+
+@pytest.mark.usefixtures("agreed")
+def test_long_lists_and_wide_vectors_are_left_to_the_operators():
+    held = by_kernels(np.ones((2000, 8), np.float32))._items
+    wide = by_kernels(np.ones((70, 600), np.float32))._items
+
+    assert fused.fits(held, held.whole, fused.FETCH_MOST)
+    assert not fused.fits(held, held.whole, fused.FETCH_MOST + 1)
+    assert not fused.fits(wide, wide.whole, 10)
