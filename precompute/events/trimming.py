@@ -21,7 +21,7 @@ def trim(
     Returns how many. What cannot be told keeps all of them. A stream that takes more than half of its `stream_bytes`
     keeps none for their age: once it is full, it refuses all that is new.
     """
-    bounds = [last_taken(store), *_held(store)]
+    bounds = [last_taken(store), *held(store)]
     if int(client.memory_usage(keys.events) or 0) <= stream_bytes // 2:
         seconds, micros = client.time()
         bounds.append(Position(max(0, int((seconds + micros / 1e6 - keep_s) * 1000)), 0))
@@ -33,7 +33,7 @@ def trim(
     return int(client.xtrim(keys.events, minid=str(behind), approximate=False))
 
 
-def _held(store: ArtefactStore) -> Iterator[Position]:
+def held(store: ArtefactStore) -> Iterator[Position]:
     """Positions that the generations of the store go up to; one that knows of no events asks for none."""
     for generation in filter(GENERATION.fullmatch, store.names("generations")):
         until: str | None

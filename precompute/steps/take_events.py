@@ -19,6 +19,7 @@ from precompute.control.states import UNFINISHED
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.events.files import event_files
 from precompute.events.forgetting import forget_in_files
+from precompute.events.merging import merge
 from precompute.events.taking import take
 from precompute.releases.registry import open_releases
 from precompute.reuse.base import settings_digest
@@ -42,6 +43,7 @@ def run(config: NightConfig) -> Step:
     )  # who wrote it may have been killed before it looked again
     with connect_events(config) as client:
         found = take(store, client, config.keyspace(), erased=erased)
+    merge(store)
     if (now := Erased.of(all_erasures(store))) != erased:  # written down while files were
         forget_in_files(store, now)
     return {

@@ -15,7 +15,7 @@ from cache.errors import SourceError, StoreError
 from cache.process.redis_server import RedisServer
 from precompute.builds import vector_bundle
 from precompute.config.settings import night_config
-from precompute.sources.files import SourceFile
+from precompute.sources.files import SourceFile, pin
 from precompute.steps import (
     assemble,
     begin,
@@ -213,7 +213,7 @@ def test_a_table_that_is_being_written_is_read_again_and_one_that_is_broken_is_n
     shop: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, path = night_config(str(shop / "larder.toml"), environ), shop / "items.parquet"
-    pin, whole = begin.pin, path.read_bytes()
+    whole = path.read_bytes()
 
     def torn_after(files: Sequence[SourceFile]) -> Any:
         found = pin(files)
