@@ -166,6 +166,7 @@ def event_files(config: NightConfig, until: str | None = None) -> EventFiles:
                 "[events] enabled is false, so a night reads no events", field="events"
             )
         return EventFiles()
+    config = config.of_events()
     store = config.store()
     files = taken(store)
     ends = [*(each.after for each in files), _end_of(store, files[-1])] if files else [BEGINNING]

@@ -10,12 +10,11 @@ from typing import Final
 
 import pyarrow.parquet as pq
 
-from cache.format.manifest import GENERATION
-from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.artefacts import ArtefactStore
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.events.files import END, SCHEMA, TakenFile, superseded, taken, until_of
 from precompute.events.forgetting import forget_in_files, without
-from precompute.events.trimming import held
+from precompute.events.stores import Stores
 
 AT_ONCE: Final = 24
 """Files that become one: a day of hourly nights. The night after that copies no partition, as its files are others."""
@@ -25,17 +24,17 @@ _LOOKS: Final = 2
 """Groups that a night looks at, the newest first: what is too large is not read again by each."""
 
 
-def merge(store: ArtefactStore) -> int:
+def merge(stores: Stores) -> int:
     """Merge old files that no night wrote merged, `AT_ONCE` of them into one; how many became others.
 
-    Of those alone that lie before every generation in the store: up to where any has events a file has to end. None
+    Of those alone that lie before every generation in the stores: up to where any has events a file has to end. None
     while one is in the making: its retry finds its work by its files. Safe to repeat after a crash anywhere, and side
     by side with another: groups follow from the names of files, so both make the same. Who is erased is left out.
     """
-    gone = 0
-    if not _is_any_in_the_making(store):
+    gone, store = 0, stores.own
+    if not stores.is_any_in_the_making():
         erased = Erased.of(all_erasures(store))
-        for group in _groups(store)[: -_LOOKS - 1 : -1]:
+        for group in _groups(stores)[: -_LOOKS - 1 : -1]:
             if (merged := _merged(store, group, erased)) is not None:
                 file, data = merged
                 store.write_once(file.path, data)
@@ -45,23 +44,16 @@ def merge(store: ArtefactStore) -> int:
     return gone
 
 
-def _is_any_in_the_making(store: ArtefactStore) -> bool:
-    return any(
-        "manifest.json" not in store.names(generation_path(each))
-        for each in filter(GENERATION.fullmatch, store.names("generations"))
-    )
-
-
-def _groups(store: ArtefactStore) -> list[list[TakenFile]]:
+def _groups(stores: Stores) -> list[list[TakenFile]]:
     """Consecutive files that may become one, by position.
 
     Counted from where a merged file ends, so that everybody finds the same; never with the newest file, which says
     where the next begins.
     """
-    if (bound := min(held(store), default=None)) is None:
+    if (bound := min(stores.held(), default=None)) is None:
         return []
     found: list[list[TakenFile]] = []
-    pairs = pairwise(taken(store))  # a file ends where the next one begins
+    pairs = pairwise(taken(stores.own))  # a file ends where the next one begins
     for is_old, run in groupby(
         pairs, lambda pair: pair[0].until is None and pair[1].after <= bound
     ):

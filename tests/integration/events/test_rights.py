@@ -22,6 +22,7 @@ from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
 from precompute.erasures.erasure import Erased
 from precompute.events.forgetting import forget_in_stream
+from precompute.events.stores import Stores
 from precompute.events.taking import take
 from precompute.events.trimming import trim
 from serving.events import inbox as inbox_module
@@ -125,7 +126,7 @@ def test_the_night_takes_over_trims_and_forgets_with_the_loaders_rights(
         with connect_events(config) as loader:
             gone = forget_in_stream(loader, KEYS, Erased(frozenset([b"goes"]), frozenset()))
             found = take(store, loader, KEYS)
-            trimmed = trim(store, loader, KEYS, keep_s=0.0, stream_bytes=1)
+            trimmed = trim(Stores(store, KEYS.namespace), loader, KEYS, keep_s=0.0, stream_bytes=1)
 
         assert gone >= 2 and found.events == trimmed == before - 1
         assert reader.xlen(KEYS.events) == 0

@@ -15,7 +15,7 @@ from precompute.builds.build import Build, cut_of
 from precompute.events import files as event_files
 from precompute.events import merging
 from precompute.events.files import FOLDER
-from precompute.events.trimming import held
+from precompute.events.stores import Stores
 from precompute.steps import begin, take_events
 from tests.integration.changed.month import Month, files_of, same_file, scored
 from tests.integration.taking.clicking import alone, click, microseconds, some, taken
@@ -90,7 +90,8 @@ def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
 ) -> None:
     monkeypatch.setattr(merging, "AT_ONCE", 2)
     # As if older ones were retired, which takes a minute.
-    monkeypatch.setattr(merging, "held", lambda store: sorted(held(store))[-2:])
+    held = Stores.held
+    monkeypatch.setattr(Stores, "held", lambda stores: sorted(held(stores))[-2:])
     ours, theirs = (each.store().folder for each in (featured.config, featured.full))
     assert ours is not None and theirs is not None
     for number in range(4):

@@ -16,6 +16,7 @@ from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.events.files import taken, until_of
+from precompute.events.stores import Stores
 
 
 class Crash(Exception):
@@ -54,6 +55,11 @@ class Stream:
         keys = Keyspace(f"events-{uuid.uuid4().hex[:12]}")
         client = redis.Redis.from_url(redis_url, protocol=3)
         return cls(client, TroubledStore(str(folder / keys.namespace)), keys)
+
+    @property
+    def stores(self) -> Stores:
+        """The store, as that of a namespace without arms."""
+        return Stores(self.store, self.keys.namespace)
 
     def add(self, event: Event | None = None) -> Position:
         """One more event, of its own id; where none is given, by somebody on something."""

@@ -21,6 +21,7 @@ from precompute.events import merging
 from precompute.events.files import TakenFile, event_files, last_taken, path_of, superseded, taken
 from precompute.events.forgetting import forget_in_files
 from precompute.events.merging import merge
+from precompute.events.stores import Stores
 from precompute.events.taking import take
 from tests.life import manifest_of
 from tests.unit.precompute.events.stream import Crash, Stream
@@ -61,7 +62,12 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def published(stream: Stream, until: Position) -> None:
     """A generation that has the events up to a position, the only one."""
     manifest = Manifest.from_bytes(manifest_of(GENERATION, 0))
-    told = replace(manifest, events=EventsRead(str(until), 10), format=WITH_EVENTS)
+    told = replace(
+        manifest,
+        namespace=stream.keys.namespace,
+        events=EventsRead(str(until), 10),
+        format=WITH_EVENTS,
+    )
     stream.store.write(generation_path(GENERATION, "manifest.json"), told.to_bytes())
 
 
@@ -111,11 +117,11 @@ def killed_and_gone_on(redis_url: str, at: int, is_behind: bool, before: int, ot
         killed.left, killed.is_behind = at, is_behind
 
         with suppress(Crash):
-            merge(killed)
+            merge(Stores(killed, stream.keys.namespace))
 
         assert stream.rows() == stream.all_rows() and last_taken(stream.store) == ends[-1]
         nights(stream, others)
-        merge(stream.store)
+        merge(stream.stores)
         assert stream.rows() == stream.all_rows() and superseded(stream.store) == []
         assert any(each.until for each in taken(stream.store))
         assert stream.store.names("events") == sorted(
@@ -126,14 +132,16 @@ def killed_and_gone_on(redis_url: str, at: int, is_behind: bool, before: int, ot
 def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     ends = nights(stream, MANY)
-    assert merge(stream.store) == 0  # nobody says that a night had them
+    assert merge(stream.stores) == 0  # nobody says that a night had them
     published(stream, ends[-2])
-    assert merge(stream.store) == 0  # one of them has to be told from those before
+    assert merge(stream.stores) == 0  # one of them has to be told from those before
     published(stream, ends[-1])
-    assert merge(stream.store) == 0  # the newest is never among them: it says where the next begins
+    assert (
+        merge(stream.stores) == 0
+    )  # the newest is never among them: it says where the next begins
     later = nights(stream, 1)
 
-    assert merge(stream.store) == MANY
+    assert merge(stream.stores) == MANY
 
     assert [each.until for each in taken(stream.store)] == [ends[-1], None]
     config = stream.config(redis_url)
@@ -141,10 +149,10 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
         assert event_files(config, str(until)).until == until
     with pytest.raises(ConfigError, match="no file of"):
         event_files(config, str(ends[0]))
-    assert merge(stream.store) == 0
+    assert merge(stream.stores) == 0
     nights(stream, MANY)
     published(stream, last_taken(stream.store))
-    assert merge(stream.store) == MANY  # merged ones stay as they are
+    assert merge(stream.stores) == MANY  # merged ones stay as they are
     assert [each.until is None for each in taken(stream.store)] == [False, False, True]
     assert stream.rows() == stream.all_rows()
 
@@ -156,7 +164,7 @@ def test_who_is_erased_is_in_no_merged_file(redis_url: str, tmp_path: Path) -> N
     whole = stream.rows()
 
     erase(stream, "u1")
-    merge(stream.store)
+    merge(stream.stores)
 
     gone = {event.id for event in stream.added.values() if event.user == b"u1"}
     assert stream.rows() == [each for each in whole if each[1] not in gone] != whole
@@ -179,7 +187,7 @@ def test_an_erasure_beside_a_merge_reaches_the_merged_file(redis_url: str, tmp_p
         def read(self, path: str) -> bytes | None:
             if path.startswith("events/") and not self.is_done:
                 self.is_done = True
-                assert merge(stream.store) == MANY
+                assert merge(stream.stores) == MANY
             return super().read(path)
 
     forget_in_files(Beside(stream.store.url), Erased(frozenset({b"u1"}), frozenset()))
@@ -200,10 +208,10 @@ def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
     killed.left, killed.is_behind = 1, True
     killed.beside = lambda: erase(stream, "u1")
     with suppress(Crash):
-        merge(killed)
+        merge(Stores(killed, stream.keys.namespace))
     assert len(superseded(stream.store)) == MANY and gone & {name for _, name in stream.rows()}
 
-    merge(stream.store)  # as the next `take-events` does, and an erasure that is still under way
+    merge(stream.stores)  # as the next `take-events` does, and an erasure that is still under way
 
     assert superseded(stream.store) == [] and not gone & {name for _, name in stream.rows()}
 
@@ -215,10 +223,10 @@ def test_while_a_night_is_in_the_making_its_files_stay(redis_url: str, tmp_path:
     begun = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
     stream.store.write(begun, b"{}")
 
-    assert merge(stream.store) == 0
+    assert merge(stream.stores) == 0
 
     stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
-    assert merge(stream.store) == MANY
+    assert merge(stream.stores) == MANY
 
 
 def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
@@ -236,10 +244,10 @@ def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
             if path.startswith("events/") and not others:
                 others.append(0)
                 published(stream, nights(stream, MANY)[-2])
-                others.append(merge(stream.store))
+                others.append(merge(stream.stores))
             return super().read(path)
 
-    merge(Beside(stream.store.url))
+    merge(Stores(Beside(stream.store.url), stream.keys.namespace))
 
     assert others == [0, 2 * MANY] and superseded(stream.store) == []
     assert stream.rows() == stream.all_rows()
@@ -261,7 +269,7 @@ def test_large_files_stay_and_cost_no_night_more_than_two_looks(
             read.extend([path] if path.startswith("events/") else [])
             return super().read(path)
 
-    assert merge(Counting(stream.store.url)) == 0
+    assert merge(Stores(Counting(stream.store.url), stream.keys.namespace)) == 0
 
     assert len(read) == 2
 
@@ -275,6 +283,6 @@ def test_files_that_overlap_are_refused_and_none_is_removed(redis_url: str, tmp_
     before = stream.store.names("events")
 
     with pytest.raises(CorruptArtefact, match="overlap"):
-        merge(stream.store)
+        merge(stream.stores)
 
     assert stream.store.names("events") == before
