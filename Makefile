@@ -77,8 +77,9 @@ format: env  ## apply the formatter and the safe fixes
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
 
 bench: env  ## the quick benches, each with its JSON line
-	@for name in advisor all_miss bulk_load changed device.shard events.answers events.fresh events.ingest events.l1_hits filters flip \
-	  gpu hostile http_floor l1 l2 live load mixed near night observe peers plan policies read_path scaling stampede topk; do \
+	@for name in advisor all_miss bulk_load changed device.shard events.answers events.fresh events.ingest events.l1_hits \
+	  events.vs_live filters flip gpu hostile http_floor l1 l2 live load mixed near night observe peers plan policies \
+	  read_path scaling stampede topk; do \
 	  $(BIN)/python -m tests.bench.$$name --json --quick || failed="$$failed $$name"; done; \
 	  test -z "$$failed" || { echo "these failed, or left something out:$$failed"; exit 1; }
 

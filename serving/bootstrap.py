@@ -80,7 +80,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     metrics.registry.register(Figures(lambda: shelf.holding, nights, releases, room))
     events = None
     if config.events.enabled:
-        newest = NewestPosition(ladder.newer, shelf, store)
+        newest = NewestPosition(ladder.newer, shelf, config.of_events().store())
         events = EventParts.of(
             config, name, lambda: shelf.blocklist, newest,
             lambda: None if shelf.live is None else shelf.live.takes,
@@ -121,14 +121,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         reshaped=FilteredLookup(ladder, filters).lookup,
     )  # fmt: skip
 
-    warned: set[str] = set()
-
     def open_arm(namespace: str) -> ServedArm:
-        if config.events.enabled and namespace not in warned:
-            warned.add(namespace)
-            log.warning("events are not counted in answers of the arm in namespace %s", namespace)
-        # Events are taken into the own namespace alone, and positions there mean nothing to an arm's nights.
-        of = replace(config, namespace=namespace, events=replace(config.events, enabled=False))
+        # The same stream for all arms, and of each the generation's own position in it.
+        counted = replace(config.events, namespace=config.of_events().namespace)
+        of = replace(config, namespace=namespace, events=counted)
         parts = answering.of_namespace(of, name)
         # Its own registry, which nobody scrapes: gauges of what is followed are of the own namespace.
         held = hold(of, name, parts, metrics=Metrics())

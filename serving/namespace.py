@@ -1,5 +1,6 @@
 """A namespace as a replica holds it: what follows its pointer, beats in it, and reads its keys."""
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from serving.replica.canary_router import CanaryRouter
 from serving.replica.heartbeat import Heartbeat
 from serving.replica.host import Host
 from serving.usage.hot_keys import Sketch
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,12 @@ class HeldNamespace:
             )
             if near is not None:
                 near.check(snapshot)
+            if config.events.namespace and snapshot.events is None:
+                log.warning(
+                    "generation %s of namespace %s was made without the events of %s, and its answers count none: set "
+                    "[events] enabled and namespace in the settings of its nights",
+                    snapshot.generation, config.namespace, config.events.namespace,
+                )  # fmt: skip
             return snapshot
 
         clock = RedisClock()
@@ -113,8 +122,8 @@ class HeldNamespace:
         events = None
         if config.events.enabled:
             events = EventFollower(
-                config.events_redis, control.keyspace, ladder.newer, shelf, partial(follower.note, "events"),
-                limit_bytes=config.events.stream_bytes,
+                config.events_redis, config.of_events().keyspace(), ladder.newer, shelf,
+                partial(follower.note, "events"), limit_bytes=config.events.stream_bytes,
             )  # fmt: skip
             refresher.along(events.run)
             metrics.registry.register(EventMetrics(events))

@@ -16,6 +16,8 @@ class EventsConfig:
 
     enabled: bool = False
     """True if events are taken in; generations made from then on hold what their users' lists were computed from."""
+    namespace: str = ""
+    """Namespace whose events count; empty: the own one. Nights of an experiment's arm name their control's."""
     durability: Durability = "any"
     """Demand on Redis before an event is accepted: `always` has written it to disk, `everysec` does within a second,
     `any` whatever that Redis' own settings say (the answer tells)."""

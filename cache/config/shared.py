@@ -1,7 +1,8 @@
 """Settings that night and service share: they stand above the file's sections."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -55,6 +56,8 @@ class SharedConfig(Timetable):
 
     def __post_init__(self) -> None:
         check_name("namespace", self.namespace)
+        if self.events.namespace:
+            check_name("events.namespace", self.events.namespace)
         if self.redis_url and not self.redis_url.startswith(_SCHEMES):
             # Not the value itself: it may hold a password.
             raise ConfigError(f"redis_url starts with {', '.join(_SCHEMES)}", field="redis_url")
@@ -86,6 +89,13 @@ class SharedConfig(Timetable):
         return ArtefactStore(
             f"{url.rstrip('/')}/{self.namespace}", cached, is_ephemeral=self.ephemeral_state
         )
+
+    def of_events(self) -> Self:
+        """The same in the namespace whose events count, where their stream and the files of it lie."""
+        named = self.events.namespace or self.namespace
+        if named == self.namespace:
+            return self
+        return replace(self, namespace=named, events=replace(self.events, namespace=""))
 
     def keyspace(self) -> Keyspace:
         """Redis keys of this namespace."""

@@ -237,9 +237,15 @@ class GenerationEvents:
     """Makes vectors of new items; None without working models."""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Self | None:
-        """Events that a manifest tells of, without models; None where it tells of none."""
+    def of(cls, manifest: Manifest, namespace: str = "") -> Self | None:
+        """Events that a manifest tells of, without models; None where it tells of none of a namespace's stream.
+
+        Without a namespace its own is meant.
+        """
         if manifest.events is None:
+            return None
+        own = manifest.namespace
+        if (manifest.events.namespace or own) != (namespace or own):
             return None
         until = Position.parse(manifest.events.until).number
         return cls(until, tables_changed(manifest))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cache.errors import InvalidInput
 from cache.events.attribute_events import VALUES_MAX
 from cache.events.event import Event
-from cache.events.new_items import NO_NEW_ITEMS, NewItem, NewItems
+from cache.events.new_items import NO_NEW_ITEMS, NewItem, NewItems, NextTry
 from cache.events.user_features import features_with
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
@@ -27,6 +27,10 @@ ITEM_VECTORS: Final = "item_vectors"
 OUTPUT_MAX: Final = 65_504.0
 """Largest number of an item's vector that an event brought or made: scores far beyond all others would leave no list
 any precision."""
+
+RETRIES_S: Final = (1.0, 8.0, 60.0)
+"""Seconds until an input on which the tower raised is tried again: memory and time-outs pass, what it cannot take never
+does. After the last of these it is refused."""
 
 _AT_ONCE: Final = 256
 _LOOKED_AT: Final = 64
@@ -155,35 +159,44 @@ class NewItemTower:
         sent: Sequence[NewItem],
         values: Mapping[bytes, Mapping[str, Any]],
         before: NewItems = NO_NEW_ITEMS,
+        now: float = 0.0,
     ) -> NewItems:
-        """Those of `sent` that the generation does not know, and that its models can take.
+        """Those of `sent` that the generation does not know, and that its models can take; `now` is monotonic.
 
         `values` are what events set for each, by column. Vectors of `before` whose inputs are the same stay. Anybody
-        sends events: an item that the tower raises on costs the others nothing.
+        sends events: an item that the tower raises on costs the others nothing, and is tried again after RETRIES_S.
         """
         known = table.ordinals_of([each.raw for each in sent]) >= 0
         new = [each for each, is_known in zip(sent, known.tolist(), strict=True) if not is_known]
         found = [(each, *self._input(each, values.get(each.raw, {}))) for each in new]
         usable = [(item, given, row) for item, given, row in found if given]
         held = dict(zip(before.inputs, before.vectors, strict=True))
-        done = held.keys() | before.refused
+        failed = dict(before.failed)
+        done = held.keys() | before.refused | {raw for raw, each in failed.items() if each.at > now}
         fresh = list({given: row for _, given, row in usable if given not in done}.items())
         for start in range(0, len(fresh), _AT_ONCE):
             some = fresh[start : start + _AT_ONCE]
-            made = self._vectors([row for _, row in some])
-            held |= {given: vector for (given, _), vector in zip(some, made, strict=True)}
+            for (given, _), vector, has_raised in zip(
+                some, *self._vectors([row for _, row in some]), strict=True
+            ):
+                last = failed.pop(given, NextTry(0, now))
+                if not has_raised:
+                    held[given] = vector
+                elif last.tries < len(RETRIES_S):
+                    failed[given] = NextTry(last.tries + 1, now + RETRIES_S[last.tries])
         asked = {given for _, given, _ in usable}
+        failed = {given: each for given, each in failed.items() if given in asked}
         refused = frozenset(
-            each for each in asked if each not in held or not self._fits(held[each])
+            each for each in asked - failed.keys() if each not in held or not self._fits(held[each])
         )
-        usable = [each for each in usable if each[1] not in refused]
+        usable = [each for each in usable if each[1] not in refused and each[1] not in failed]
         if not usable:
-            return NewItems(table.count, refused=refused)
+            return NewItems(table.count, refused=refused, failed=failed)
         vectors = np.ascontiguousarray([held[given] for _, given, _ in usable], np.float32)
         vectors.flags.writeable = False
         items = tuple(item for item, _, _ in usable)
         return NewItems(
-            table.count, items, vectors, tuple(given for _, given, _ in usable), refused
+            table.count, items, vectors, tuple(given for _, given, _ in usable), refused, failed
         )
 
     def _fits(self, vector: NDArray[np.float32]) -> bool:
@@ -200,12 +213,12 @@ class NewItemTower:
             return item.vector.tobytes(), item.vector
         return b"", None
 
-    def _vectors(self, rows: Sequence[Any]) -> NDArray[np.float32]:
+    def _vectors(self, rows: Sequence[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """(vectors, mask of the rows on which the tower raised)."""
         if self.tower is None:
-            return np.array(rows, np.float32)
+            return np.array(rows, np.float32), np.zeros(len(rows), np.bool_)
         checked = [check_features(self.inputs.features, each) for each in rows]
-        made, _ = run_apart(self.tower, {
+        return run_apart(self.tower, {
             each.name: stack_features(each, [row[each.name] for row in checked])
             for each in self.inputs.features
         })  # fmt: skip
-        return made

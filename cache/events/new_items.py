@@ -1,5 +1,6 @@
 """New items that events brought: bounded, as a process keeps them, and as one generation answers with them. Pure."""
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,13 +141,20 @@ def _size_bytes(item: NewItem) -> int:
     return _ENTITY_BYTES + len(item.raw) + vector
 
 
+class NextTry(NamedTuple):
+    """Input on which the models raised: how often, and from when on they are asked again (monotonic seconds)."""
+
+    tries: int
+    at: float
+
+
 @dataclass(frozen=True, eq=False)  # no slots: the numbers by id are kept beside the fields
 class NewItems:
     """New items of one generation, in the order of their positions, with vectors float32 [n, dims].
 
     Their numbers begin behind the generation's own items, at `first`: of two equal scores that of an own item comes
     first, then the earlier one. `inputs` are what each vector was made of, and with the positions name the whole; the
-    models could make none of what is `refused`, and are not asked again.
+    models could make none of what is `refused`, and are not asked again. On what `failed` they raised, which may pass.
     """
 
     first: int = 0
@@ -154,6 +162,7 @@ class NewItems:
     vectors: NDArray[np.float32] = field(default_factory=lambda: _NO_VECTORS)
     inputs: tuple[bytes, ...] = ()
     refused: frozenset[bytes] = frozenset()
+    failed: Mapping[bytes, NextTry] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -162,6 +171,11 @@ class NewItems:
     def newest(self) -> int:
         """Number of the newest one's position; 0 without any."""
         return self.items[-1].number if self.items else 0
+
+    @cached_property
+    def retry_at(self) -> float:
+        """Time of the first next try, monotonic; infinite without any."""
+        return min((each.at for each in self.failed.values()), default=math.inf)
 
     @cached_property
     def digest(self) -> bytes:

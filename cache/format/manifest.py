@@ -197,6 +197,8 @@ class Manifest:
             for part in told.get("seen", ()):
                 for name in ("times", "feature_ends", "features", "brought"):
                     del part[name]
+        elif not told["events"]["namespace"]:
+            del told["events"]["namespace"]
         return orjson.dumps(
             told,
             option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,

@@ -93,9 +93,11 @@ class SeenPart:
 class EventsRead:
     """Events that a generation has: those up to a position, and how many items of a history its models were given.
 
-    `facets` has the attribute of each facet's table: events may set it anew.
+    `facets` has the attribute of each facet's table: events may set it anew. `namespace` is that of the stream that the
+    position is of; empty: the generation's own.
     """
 
     until: str
     history_limit: int
     facets: Mapping[str, str] = field(default_factory=dict)
+    namespace: str = ""

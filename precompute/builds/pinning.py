@@ -7,6 +7,7 @@ from cache.errors import Refused, SourceError, StoreError
 from cache.store.artefacts import take_file
 from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig
 from precompute.sources.files import SourceFile, all_files, pin
 
 
@@ -15,21 +16,34 @@ def unchanged_sources(
     build: Build, digest: str, events: Sequence[SourceFile] = ()
 ) -> Iterator[None]:
     """Raises StoreError if the sources became others meanwhile, whatever their reader made of it."""
-    broken: SourceError | Refused | None = None
+    with changed_or_broken(build.config, digest, events):
+        yield
+    if not _are_same(build.config, digest, events):
+        raise _changed()
+
+
+@contextmanager
+def changed_or_broken(
+    config: NightConfig, digest: str, events: Sequence[SourceFile] = ()
+) -> Iterator[None]:
+    """Raises StoreError in place of an error of sources that became others meanwhile: what is written over passes."""
     try:
         yield
     except (SourceError, Refused) as error:  # what is being written over reads like damage
-        broken = error
+        if _are_same(config, digest, events):
+            raise
+        raise _changed() from error
+
+
+def _are_same(config: NightConfig, digest: str, events: Sequence[SourceFile]) -> bool:
     try:
-        is_same = pin(all_files(build.config, events))[0] == digest
+        return pin(all_files(config, events))[0] == digest
     except (SourceError, OSError):
-        is_same = False
-    if not is_same:
-        raise StoreError(
-            f"the source files changed while {build.generation} read them; run the night again"
-        ) from broken
-    if broken is not None:
-        raise broken
+        return False
+
+
+def _changed() -> StoreError:
+    return StoreError("the source files changed while the night read them; run the night again")
 
 
 def pin_bundle(build: Build, bundle: Bundle) -> list[str]:

@@ -160,7 +160,8 @@ def _events(config: NightConfig, begun: Step) -> EventsRead | None:
     if not (read := begun.get("events")):
         return None
     facets = {name: each.attribute for name, each in config.facets.items()}
-    return EventsRead(read["until"], config.history_limit, facets)
+    namespace = "" if (of := config.of_events()) is config else of.namespace
+    return EventsRead(read["until"], config.history_limit, facets, namespace)
 
 
 def manifest_format(config: NightConfig, bundle: Bundle) -> int:

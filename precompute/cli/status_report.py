@@ -191,7 +191,10 @@ def _events(
     if not config.events.enabled:
         return None
     live = (each["events_until"] for each in generations if "live" in each["roles"])
-    return {"taken_until": str(last_taken(config.store())), "live_until": next(live, None)}
+    return {
+        "taken_until": str(last_taken(config.of_events().store())),
+        "live_until": next(live, None),
+    }
 
 
 def _schedule(config: NightConfig, seen: NamespaceState) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """Files of the events that nights took over: each begins behind a position and says in itself where it ends.
 
 `<store>/events/<position that it begins behind>.parquet`, written once: the end of the newest is where the next begins,
-so the store alone says what was taken.
+so the store alone says what was taken. The name of a merged one tells its end, too (`<begin>_<end>.parquet`): files
+within it count no more.
 """
 
 import io
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,18 +32,71 @@ SCHEMA: Final = pa.schema([
 ])  # fmt: skip
 """Columns of a file; `position` is `Position.number`, `event` the JSON of what is no interaction."""
 
-_NAME = re.compile(r"([0-9]{13})-([0-9]{7})\.parquet")
+_POSITION = r"([0-9]{13})-([0-9]{7})"
+_NAME = re.compile(rf"{_POSITION}(?:_{_POSITION})?\.parquet")
+
+
+class TakenFile(NamedTuple):
+    """File of events that begins behind a position; `until` is told by the name of a merged one, else in the file."""
+
+    after: Position
+    until: Position | None = None
+
+    @property
+    def path(self) -> str:
+        """Path in the store."""
+        until = "" if self.until is None else f"_{_shown(self.until)}"
+        return f"{FOLDER}/{_shown(self.after)}{until}.parquet"
+
+    def is_within(self, merged: "TakenFile") -> bool:
+        """True if another file has all of its events."""
+        if merged.until is None or merged == self or self.after < merged.after:
+            return False
+        return self.after < merged.until and (self.until is None or self.until <= merged.until)
+
+
+def _shown(position: Position) -> str:
+    return f"{position.ms:013d}-{position.sequence:07d}"
 
 
 def path_of(after: Position) -> str:
-    """Path of the file that begins behind a position."""
-    return f"{FOLDER}/{after.ms:013d}-{after.sequence:07d}.parquet"
+    """Path of the file that nights write of what lies behind a position."""
+    return TakenFile(after).path
 
 
-def taken(store: ArtefactStore) -> list[Position]:
-    """Positions that the files begin behind, in order; each ends where the next one begins."""
-    names = map(_NAME.fullmatch, store.names(FOLDER))
-    return sorted(Position(int(each[1]), int(each[2])) for each in names if each)
+def taken(store: ArtefactStore) -> list[TakenFile]:
+    """Files that count, in order; each ends where the next one begins."""
+    return [each for each, counts in _all_files(store) if counts]
+
+
+def superseded(store: ArtefactStore) -> list[TakenFile]:
+    """Files whose events a merged one has."""
+    return [each for each, counts in _all_files(store) if not counts]
+
+
+def _all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
+    """Every file in order, and if it counts: where no longer one has its events."""
+    names = filter(None, map(_NAME.fullmatch, store.names(FOLDER)))
+    found = sorted(
+        (
+            TakenFile(
+                Position(int(each[1]), int(each[2])),
+                None if each[3] is None else Position(int(each[3]), int(each[4])),
+            )
+            for each in names
+        ),
+        key=lambda each: (each.after, each.until or each.after),
+    )
+    merged = [each for each in found if each.until is not None]
+    listed = [(each, not any(each.is_within(other) for other in merged)) for each in found]
+    for one, other in pairwise([each for each, counts in listed if counts]):
+        if one.until is not None and other.after < one.until:
+            raise CorruptArtefact(
+                f"{one.path} and {other.path} overlap, and neither has all events of the other: put the files "
+                "back that they were merged of, and remove both",
+                path=other.path,
+            )
+    return listed
 
 
 def last_taken(store: ArtefactStore) -> Position:
@@ -85,9 +140,8 @@ def until_of(raw: bytes, path: str) -> Position:
         ) from error
 
 
-def _end_of(store: ArtefactStore, after: Position) -> Position:
-    path = path_of(after)
-    return until_of(store.read(path) or b"", path)
+def _end_of(store: ArtefactStore, file: TakenFile) -> Position:
+    return file.until or until_of(store.read(file.path) or b"", file.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +166,10 @@ def event_files(config: NightConfig, until: str | None = None) -> EventFiles:
                 "[events] enabled is false, so a night reads no events", field="events"
             )
         return EventFiles()
+    config = config.of_events()
     store = config.store()
-    afters = taken(store)
-    ends = [*afters, _end_of(store, afters[-1])] if afters else [BEGINNING]
+    files = taken(store)
+    ends = [*(each.after for each in files), _end_of(store, files[-1])] if files else [BEGINNING]
     wanted = ends[-1] if until is None else Position.parse(until)
     if wanted not in ends:
         raise ConfigError(
@@ -122,7 +177,7 @@ def event_files(config: NightConfig, until: str | None = None) -> EventFiles:
             "give the position that it tells",
             field="events_until",
         )
-    names = [path_of(each) for each in afters[: ends.index(wanted)]]
+    names = [each.path for each in files[: ends.index(wanted)]]
     return EventFiles(tuple(_source(config, store, each) for each in names), wanted)
 
 

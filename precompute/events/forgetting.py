@@ -1,7 +1,7 @@
 """Erasing from events: from the files that nights took over, and from the stream."""
 
 import io
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -16,15 +16,18 @@ from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
 from precompute.erasures.erasure import Erased, Erasure, all_erasures
-from precompute.events.files import parquet, path_of, taken, until_of
+from precompute.events.files import TakenFile, parquet, superseded, taken, until_of
 from precompute.events.stream import entries
 
 
 def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
     """Remove the events of erased entities, from the stream first: a night that takes it over leaves them out.
 
-    Also where no events are taken in any more: what came before may lie there still.
+    Also where no events are taken in any more: what came before may lie there still. Not those of another namespace,
+    whose erasures are its own.
     """
+    if config.of_events() is not config:
+        return
     erased, store = Erased.of(erasures), config.store()
     if config.events.enabled or config.events_url or taken(store):
         with connect_events(config) as client:
@@ -57,30 +60,40 @@ def forget_in_files(store: ArtefactStore, erased: Erased, *, newest_alone: bool 
     """Write the files that name somebody again, without, until nobody else was erased meanwhile; how many writes.
 
     Of two hosts that write one file at a time the later brings those back whom only the other one left out; whom that
-    was, it sees by looking at all erasures behind its own writing.
+    was, it sees by looking at all erasures behind its own writing. Files that a merged one has the events of go.
     """
     changed, done = 0, None
     while erased != done:
-        written = _write_without(store, erased, newest_alone)
+        old = [] if newest_alone else superseded(store)
+        files = taken(store)[-1 if newest_alone else 0 :]
+        written = _write_without(store, erased, files)
         changed, done = changed + written, erased
         if written:
             erased = Erased.of(all_erasures(store))
+        for each in old:
+            store.delete(each.path)
+        if not newest_alone and taken(store)[: len(files)] != files:
+            done = None  # merged meanwhile, perhaps of what was not written yet
     return changed
 
 
-def _write_without(store: ArtefactStore, erased: Erased, newest_alone: bool) -> int:
+def _write_without(store: ArtefactStore, erased: Erased, files: Sequence[TakenFile]) -> int:
     changed = 0
-    afters = taken(store)[-1 if newest_alone else 0 :]
-    for after in afters if erased.users or erased.items else ():
-        path = path_of(after)
-        raw = store.read(path) or b""
-        until, table = until_of(raw, path), pq.read_table(io.BytesIO(raw))
-        stays = pc.and_(_stays(table, "user", erased.users), _stays(table, "item", erased.items))
-        kept = table.filter(stays)
+    for file in files if erased.users or erased.items else ():
+        if (raw := store.read(file.path)) is None:
+            continue
+        until, table = until_of(raw, file.path), pq.read_table(io.BytesIO(raw))
+        kept = without(table, erased)
         if len(kept) < len(table):
-            store.write(path, parquet(kept, until))
+            store.write(file.path, parquet(kept, until))
             changed += 1
     return changed
+
+
+def without(table: Any, erased: Erased) -> Any:
+    """Rows of a file that name nobody who was erased."""
+    stays = pc.and_(_stays(table, "user", erased.users), _stays(table, "item", erased.items))
+    return table.filter(stays)
 
 
 def _stays(table: Any, column: str, without: Collection[bytes]) -> Any:

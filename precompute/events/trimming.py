@@ -1,27 +1,22 @@
 """Trimming of the stream: events go that no generation, no night and no repetition needs any more."""
 
-from collections.abc import Iterator
-
-import orjson
 import redis
 
-from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.events.position import BEGINNING, Position
-from cache.format.manifest import GENERATION
 from cache.format.redis_keys import Keyspace
-from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from precompute.events.files import last_taken
+from precompute.events.stores import Stores
 
 
 def trim(
-    store: ArtefactStore, client: "redis.Redis", keys: Keyspace, *, keep_s: float, stream_bytes: int
+    stores: Stores, client: "redis.Redis", keys: Keyspace, *, keep_s: float, stream_bytes: int
 ) -> int:
-    """Remove events that files have, that all generations in the store have, and that are older than `keep_s`.
+    """Remove events that files have, that all generations in the stores have, and that are older than `keep_s`.
 
     Returns how many. What cannot be told keeps all of them. A stream that takes more than half of its `stream_bytes`
     keeps none for their age: once it is full, it refuses all that is new.
     """
-    bounds = [last_taken(store), *_held(store)]
+    bounds = [last_taken(stores.own), *stores.held()]
     if int(client.memory_usage(keys.events) or 0) <= stream_bytes // 2:
         seconds, micros = client.time()
         bounds.append(Position(max(0, int((seconds + micros / 1e6 - keep_s) * 1000)), 0))
@@ -31,20 +26,3 @@ def trim(
     # What is below the id goes, and the bound itself is had.
     behind = Position.of_number(bound.number + 1)
     return int(client.xtrim(keys.events, minid=str(behind), approximate=False))
-
-
-def _held(store: ArtefactStore) -> Iterator[Position]:
-    """Positions that the generations of the store go up to; one that knows of no events asks for none."""
-    for generation in filter(GENERATION.fullmatch, store.names("generations")):
-        until: str | None
-        try:
-            events = read_manifest(store, generation).events
-            until = None if events is None else events.until
-        except UnknownGeneration:  # in the making
-            raw = store.read(generation_path(generation, "work/begin.json"))
-            until = None if raw is None else (orjson.loads(raw).get("events") or {}).get("until")
-        except CorruptArtefact:
-            yield BEGINNING
-            continue
-        if until is not None:
-            yield Position.parse(until)

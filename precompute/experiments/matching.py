@@ -27,7 +27,8 @@ def demand_match(own: Manifest, arm: Manifest) -> None:
 
     Kind, entity, width (k of a list, dimensions of a vector) and labels must be equal, and the attributes that
     filters name, and the filters that are called by name, must be there: callers do not know which arm answers.
-    Precision, model and items may differ, and so may what a name means.
+    Precision, model and items may differ, and so may what a name means. Where newer events count in one arm, those of
+    the same stream count in all.
     """
     for name, table in own.tables.items():
         expected, found = _shape(table), _shape(arm.tables.get(name))
@@ -49,6 +50,19 @@ def demand_match(own: Manifest, arm: Manifest) -> None:
             "them as [filters.NAME] of its settings",
             namespace=arm.namespace, filters=lacking,
         )  # fmt: skip
+    counted = _stream(own)
+    if counted is not None and _stream(arm) != counted:
+        raise Conflict(
+            f"what is live in namespace {arm.namespace!r} was made without the events of {counted!r}, so its answers "
+            f'would count none: set enabled = true and namespace = "{counted}" in [events] of its settings, and run '
+            "its night again",
+            namespace=arm.namespace, events=counted,
+        )  # fmt: skip
+
+
+def _stream(manifest: Manifest) -> str | None:
+    """Namespace of the stream of events that a generation has; None where it has none."""
+    return None if manifest.events is None else manifest.events.namespace or manifest.namespace
 
 
 def _shape(table: Table | None) -> Mapping[str, Any] | None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, cut_of, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
 from precompute.builds.night import Night, StepRow
-from precompute.builds.pinning import pin_bundle, unchanged_sources
+from precompute.builds.pinning import changed_or_broken, pin_bundle, unchanged_sources
 from precompute.builds.seal import WRITERS, manifest_format
 from precompute.builds.sweeping import sweep
 from precompute.builds.vector_bundle import vector_bundle
@@ -103,7 +104,10 @@ def run(
         [each for file, each in zip(files, pinned[1], strict=True) if file not in events.files]
     )
     before = parse_time(until) if until else None
-    with vector_bundle(config, own, before=before, cut=cut, events=events.files) as bundle:
+    with ExitStack() as stack:
+        with changed_or_broken(config, pinned[0], events.files):
+            made = vector_bundle(config, own, before=before, cut=cut, events=events.files)
+            bundle = stack.enter_context(made)
         return _begin(config, bundle, cut, events, until=until, progress=progress, pinned=pinned)
 
 

@@ -7,6 +7,7 @@ from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
 from precompute.erasing.erasing import settle
+from precompute.events.stores import Stores
 from precompute.events.trimming import trim
 from precompute.experiments.exposures import erased_users, gather
 from precompute.releases.registry import open_releases
@@ -28,10 +29,10 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
         store, at = config.store(), releases.clock()
         exposures = gather(store, at=at, erased=erased_users(store))["parts"]
     trimmed = 0
-    if config.events.enabled:
+    if config.events.enabled and config.of_events() is config:
         with connect_events(config) as client:
             trimmed = trim(
-                store, client, config.keyspace(),
+                Stores.of(config), client, config.keyspace(),
                 keep_s=config.events.keep_s, stream_bytes=config.events.stream_bytes,
             )  # fmt: skip
     return {

@@ -19,6 +19,8 @@ from precompute.control.states import UNFINISHED
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.events.files import event_files
 from precompute.events.forgetting import forget_in_files
+from precompute.events.merging import merge
+from precompute.events.stores import Stores
 from precompute.events.taking import take
 from precompute.releases.registry import open_releases
 from precompute.reuse.base import settings_digest
@@ -29,19 +31,23 @@ from precompute.sources.files import all_files, pin
 def run(config: NightConfig) -> Step:
     """Write the stream's new events into the store; how many, and the position up to which the files have all.
 
+    Nights of an arm write what the control's have not written yet into the files that both read.
+
     Raises TierUnavailable where the Redis of events does not answer: a night never goes on without them unasked.
     """
     if not config.events.enabled:
         raise ConfigError(
             "[events] enabled is false: there are no events to take over", field="events"
         )
-    store = config.store()
+    stores, keys = Stores.of(config), config.of_events().keyspace()
+    store = stores.own
     erased = Erased.of(all_erasures(store))
     forget_in_files(
         store, erased, newest_alone=True
     )  # who wrote it may have been killed before it looked again
     with connect_events(config) as client:
-        found = take(store, client, config.keyspace(), erased=erased)
+        found = take(store, client, keys, erased=erased)
+    merge(stores)
     if (now := Erased.of(all_erasures(store))) != erased:  # written down while files were
         forget_in_files(store, now)
     return {

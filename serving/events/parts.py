@@ -52,7 +52,7 @@ class EventParts:
         New events get positions behind the `newest` that is known. `takes` tells what the live generation can answer
         with of an item that it does not know.
         """
-        events, keyspace = config.events, config.keyspace()
+        events, keyspace = config.events, config.of_events().keyspace()
         redis = EventsRedis(config.events_redis, events.durability)
         counts = EventCounts(redis, keyspace, events.stream_bytes)
         bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)

@@ -221,7 +221,7 @@ class Shelf:
         behind = [each for each in snapshots if self._is_behind(each)]
         newer = [NewerOfItems.of(self.attributes, self.new_items, each) for each in behind]
         named = {each.generation: lack for each, lack in zip(behind, newer, strict=True)}
-        return SnapshotUpdate(named, self._failed)
+        return SnapshotUpdate(named, self._failed, self._timer())
 
     async def _current(self, snapshot: Snapshot) -> Snapshot:
         """A snapshot that was just opened, with what events set and brought since its night."""
@@ -234,6 +234,8 @@ class Shelf:
         if snapshot.values_until < self.attributes.since:
             return False
         if snapshot.takes is not None and snapshot.new_items_version != self.new_items.version:
+            return True
+        if snapshot.new_items.retry_at <= self._timer():
             return True
         if snapshot.filtering is None and not snapshot.new_items:
             return False

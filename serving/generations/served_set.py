@@ -102,10 +102,11 @@ class SnapshotUpdate:
     `failed` are generations where that failed, which is logged once.
     """
 
-    def __init__(self, newer: Mapping[str, NewerOfItems], failed: set[str]) -> None:
+    def __init__(self, newer: Mapping[str, NewerOfItems], failed: set[str], now: float) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._newer = newer
         self._failed = failed
+        self._now = now
 
     def into(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot that knows them; attributes that it does not have are ignored, and those of other items."""
@@ -149,7 +150,7 @@ class SnapshotUpdate:
         if tower is None:
             return snapshot
         of_each = {each.raw: newer.of_new_items.of(each.raw) for each in newer.new_items}
-        found = tower.items(snapshot.items, newer.new_items, of_each, snapshot.new_items)
+        found = tower.items(snapshot.items, newer.new_items, of_each, snapshot.new_items, self._now)
         values = [of_each[each.raw] for each in found.items]
         filtering = snapshot.filtering and snapshot.filtering.with_new(values, found.vectors)
         return snapshot.with_new_items(found, filtering, newer.version)

@@ -107,7 +107,7 @@ class Snapshot:
             store, manifest, items, precision, threads, cores, accelerator
         )
         seen = SeenItems.open(root, manifest, directories["user"])
-        has = None if events is None or seen is None else GenerationEvents.of(manifest)
+        has = None if events is None or seen is None else GenerationEvents.of(manifest, events.namespace)  # fmt: skip
         if events is not None and seen is not None and has is not None and predictor is not None:
             opened = functools.partial(
                 has.opened, manifest, root, items, seen, predictor, threads=threads, cores=cores,

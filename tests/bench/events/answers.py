@@ -1,9 +1,8 @@
-"""Answers with newer events beside those without, in one process.
+"""Ready answers with newer events beside those without, in one process.
 
 - `l1_with_events`: ready answers/s of users with newer events over those of users without, while 100,000 others have
-  some (at least 0.8 is wanted). What the feature costs users without events is told by `l1_hits`, over HTTP.
-- `vs_live`: first answers/s after an event (merged history, fp32, exact search) over live answers/s from the same
-  histories, sent by strangers (int8, index), 32 in flight through the ladder (at least 0.9 is wanted).
+  some (at least 0.8 is wanted). What the feature costs users without events is told by `l1_hits`, over HTTP; what a
+  first answer after an event takes, by `vs_live`.
 """
 
 import asyncio
@@ -22,7 +21,6 @@ from serving.access.callers import Callers
 from serving.bootstrap import running
 from serving.fast_lookup.dispatcher import Hot
 from serving.http.service import Service
-from serving.requests.models import Ask, RequestedEntity, RequestOptions
 from serving.tracing.request_context import CALLER
 from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.bench.tools.place import own_server
@@ -31,7 +29,6 @@ from tests.integration.nights import prepare
 from tests.integration.serving_app import settings
 
 TABLE = "user_topk"
-IN_FLIGHT = 32
 OTHERS = 100_000
 
 
@@ -40,13 +37,9 @@ class Bench:
 
     def __init__(self, world: EventWorld, service: Service, runner: asyncio.Runner) -> None:
         self.world, self.service, self.runner = world, service, runner
-        self._numbers, self._strangers = itertools.count(1), itertools.count()
+        self._numbers = itertools.count(1)
         known, self._items = world.known, world.items
         self.without, self.clicking = known[: len(known) // 2], known[len(known) // 2 :]
-        self.histories = {user: list[str]() for user in known}
-        for user, item, _ in world.rows:
-            if user in self.histories:
-                self.histories[user].append(item)
 
     def click(self, user: str) -> None:
         """One more event of a user, counted at once."""
@@ -87,58 +80,9 @@ class Bench:
 
         return run
 
-    def first(self, count: int) -> Callable[[], float]:
-        """First answers per second after an event of each user."""
-        users = [self.clicking[at % len(self.clicking)] for at in range(count)]
-
-        def run() -> float:
-            for user in users:
-                self.click(user)
-            return self._lookups([self._entity(user) for user in users])
-
-        return run
-
-    def live(self, count: int) -> Callable[[], float]:
-        """Live answers per second to strangers who send the same histories."""
-        users = [self.clicking[at % len(self.clicking)] for at in range(count)]
-
-        def run() -> float:
-            sent = [
-                self._entity(
-                    f"s-{next(self._strangers)}",
-                    tuple(each.encode() for each in self.histories[user]),
-                )
-                for user in users
-            ]
-            return self._lookups(sent)
-
-        return run
-
-    @staticmethod
-    def _entity(id_: str, history: tuple[bytes, ...] | None = None) -> RequestedEntity:
-        return RequestedEntity(TABLE, id_, id_.encode(), "id", history)
-
-    def _lookups(self, entities: list[RequestedEntity]) -> float:
-        async def work() -> None:
-            waiting = iter(entities)
-
-            async def caller() -> None:
-                for entity in waiting:
-                    ask = Ask((entity,), RequestOptions(10.0))
-                    holding = self.service.holding()
-                    (answer,) = await self.service.ladder.lookup(holding, ask, time.monotonic())
-                    if answer["source"] != "live" or "approximate" in answer:
-                        raise RuntimeError(f"not a live answer: {answer}")
-
-            await asyncio.gather(*(caller() for _ in range(IN_FLIGHT)))
-
-        began = time.perf_counter()
-        self.runner.run(work())
-        return len(entities) / (time.perf_counter() - began)
-
 
 def measure(bench: Bench, report: Report, options: Options) -> None:
-    """Both ratios."""
+    """In this process, on one thread."""
     hot = Hot(bench.service)
     paths = bench.keep_ready(hot, bench.without[:200])
     for number in range(OTHERS):
@@ -151,10 +95,6 @@ def measure(bench: Bench, report: Report, options: Options) -> None:
         bench.ready(hot, paths, count), {"events": bench.ready(hot, own, count)},
         rounds=options.rounds,
     )["events"]  # fmt: skip
-    some = min(512 if options.quick else 2_048, len(bench.clicking))
-    report.ratios["vs_live"] = alternate(
-        bench.live(some), {"events": bench.first(some)}, rounds=options.rounds
-    )["events"]
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import pytest
 from cache.config.sections import FlipConfig, TableConfig
 from cache.errors import ConfigError, Conflict
 from cache.format.manifest import Manifest, NamedFilter
+from cache.format.manifest_files import EventsRead
 from cache.store.audit import audit_records
 from cache.store.experiments import latest_experiments
 from precompute.cli.parser import parser_of_commands
@@ -177,3 +178,18 @@ def test_an_arm_must_have_the_filters_that_are_called_by_name(
 def manifest_of(config: NightConfig) -> Manifest:
     with connect(str(config.redis_url), 5.0) as client:
         return published(config.store(), Control(client, config.keyspace()))
+
+
+def test_an_arm_must_count_the_events_that_the_control_counts(
+    namespaces: tuple[NightConfig, NightConfig],
+) -> None:
+    own, arm = (manifest_of(each) for each in namespaces)
+    counted = replace(own, events=EventsRead("5-0", 10))
+    its_own = EventsRead("5-0", 10)
+
+    demand_match(own, replace(arm, events=its_own))
+    demand_match(counted, replace(arm, events=EventsRead("3-0", 9, namespace=own.namespace)))
+    for events in (None, its_own):
+        with pytest.raises(Conflict, match=f'namespace = "{own.namespace}" in .events.') as refused:
+            demand_match(counted, replace(arm, events=events))
+        assert refused.value.details["events"] == own.namespace

@@ -80,7 +80,7 @@ class EventWorld:
     def accept(self, events: Iterable[Event]) -> list[Placed]:
         """Has Redis accept events as the service does; those accepted, with their positions."""
         sent = list(events)
-        keyspace = self.config.keyspace()
+        keyspace = self.config.of_events().keyspace()
         keys, args = call_of(keyspace, BOUNDS, [packed(keyspace, each) for each in sent])
         with redis.Redis.from_url(str(self.config.redis_url), protocol=2) as client:
             replies = client.eval(SCRIPT, len(keys), *keys, *args)
@@ -104,9 +104,8 @@ class EventWorld:
         generation = build_verified(self.config, data_until)
         manifest, root = open_generation(self.config.store(), generation)
         seen = self._write_seen(manifest, root, until, data_until)
-        manifest = replace(
-            manifest, events=EventsRead(str(until), self.limit), seen=seen, format=WITH_EVENTS
-        )
+        read = EventsRead(str(until), self.limit, namespace=self.config.events.namespace)
+        manifest = replace(manifest, events=read, seen=seen, format=WITH_EVENTS)
         path = f"generations/{generation}/manifest.json"
         self.config.store().write(path, manifest.to_bytes())
         return generation

@@ -1,34 +1,105 @@
-"""Arms of experiments in namespaces of their own: events are not counted there, and that is said."""
+"""Arms of experiments in namespaces of their own count the control's events, from their own generations' positions."""
 
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cache.config.events import EventsConfig
 from cache.events.position import BEGINNING
+from serving.lookup.service import LookupService
+from serving.requests.models import Ask, RequestedEntity, RequestOptions
 from tests.integration.fresh.events_world import EVENTS, EventWorld
 from tests.integration.nights import NEXT, prepare
-from tests.integration.serving_app import serving
+from tests.integration.serving_app import Running, eventually, serving
+
+TABLE = "user_topk"
 
 
-async def test_an_arm_in_a_namespace_of_its_own_counts_no_events_and_the_log_says_so_once(
-    tmp_path: Path, redis_url: str, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def own(tmp_path: Path, redis_url: str) -> EventWorld:
+    return EventWorld(prepare(tmp_path, redis_url, users=60, items=50))
+
+
+def arm_of(own: EventWorld, namespace: str) -> EventWorld:
+    """An arm whose nights name the namespace of the events, if any; it has what was accepted."""
+    config = replace(
+        own.config, namespace=f"{own.config.namespace}-b", events=EventsConfig(namespace=namespace)
+    )
+    return EventWorld(config, accepted=own.accepted)
+
+
+@asynccontextmanager
+async def held(app: Running, arm: EventWorld) -> AsyncIterator[LookupService]:
+    """The arm as a replica holds it."""
+    opened = app.service.experiments._arms._open(arm.config.namespace)
+    await opened.start()
+    try:
+        yield opened.service
+    finally:
+        await opened.aclose()
+
+
+async def asked(service: LookupService, user: str) -> dict[str, Any]:
+    """The answer of a namespace."""
+    entity = RequestedEntity(TABLE, user, user.encode(), "id")
+    ask = Ask((entity,), RequestOptions(5.0))
+    (answer,) = await service.ladder.lookup(service.holding(), ask, time.monotonic())
+    return dict(answer)
+
+
+async def test_an_arm_counts_the_events_behind_its_own_generation_as_the_control_does(
+    own: EventWorld,
 ) -> None:
-    own = EventWorld(prepare(tmp_path, redis_url, users=60, items=50))
-    arm = EventWorld(replace(own.config, namespace=f"{own.config.namespace}-b"))
+    # given: the control's night has no event, the arm's was made after the first of two
+    user = own.known[0]
+    generation = own.publish(BEGINNING)
+    ((first, _),) = own.accept([own.event(user, own.items[3])])
+    arm = arm_of(own, own.config.namespace)
+    of_arm = arm.publish(first, NEXT)
+    ((second, _),) = own.accept([own.event(user, own.items[7])])
+    async with serving(own.config, events=EVENTS) as app, held(app, arm) as service:
+        # when
+        async def counted() -> bool:
+            both = [await asked(each, user) for each in (app.service, service)]
+            return [each.get("events") for each in both] == [2, 1]
+
+        assert await eventually(counted)
+        ours, theirs = await asked(app.service, user), await asked(service, user)
+
+    # then
+    assert (ours["generation"], theirs["generation"]) == (generation, of_arm)
+    assert ours["as_of"] == theirs["as_of"]
+    for answer, world, made, cut in ((ours, own, generation, None), (theirs, arm, of_arm, NEXT)):
+        wanted = world.expected(made, [user], second, *([cut] if cut else []))[user]
+        assert answer["items"] == wanted[0] and answer["source"] != "default"
+        assert not {own.items[3], own.items[7]} & {*answer["items"]}
+
+
+@pytest.mark.parametrize("namespace", ["", "another"])
+async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_log_says_what_to_set(
+    own: EventWorld, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
     own.publish(BEGINNING)
+    arm = arm_of(own, namespace)
     generation = arm.publish(BEGINNING, NEXT)
-    async with serving(own.config, events=EVENTS) as app:
-        arms = app.service.experiments._arms
-        for _ in range(2):  # let go, and held again
-            held = arms._open(arm.config.namespace)
-            await held.start()
-            live = held.service.follower.shelf.live
-            await held.aclose()
+    user = own.known[0]
+    own.accept([own.event(user, own.items[3])])
+    async with serving(own.config, events=EVENTS) as app, held(app, arm) as service:
 
-            assert live is not None and (live.generation, live.events) == (generation, None)
+        async def counted() -> bool:
+            return "events" in await asked(app.service, user)
 
-        serves = app.service.follower.shelf.live
-        assert serves is not None and serves.events is not None
-    warned = [each for each in caplog.messages if arm.config.namespace in each and "events" in each]
-    assert len(warned) == 1
+        assert await eventually(counted)
+        live = service.follower.shelf.live
+        assert live is not None and (live.generation, live.events) == (generation, None)
+        assert "events" not in await asked(service, user)
+
+    (said,) = [
+        each for each in caplog.messages if arm.config.namespace in each and "events" in each
+    ]
+    assert "set [events] enabled and namespace" in said and generation in said

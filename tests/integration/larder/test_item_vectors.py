@@ -3,15 +3,19 @@
 import itertools
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from cache.errors import SourceError, StoreError
 from cache.process.redis_server import RedisServer
 from precompute.builds import vector_bundle
 from precompute.config.settings import night_config
+from precompute.sources.files import SourceFile, pin
 from precompute.steps import (
     assemble,
     begin,
@@ -200,3 +204,28 @@ def test_each_step_may_run_on_a_host_of_its_own_and_a_retried_begin_finds_its_bu
     lists = top_lists(scored, build["generation"], everyone)
     wanted = best(users @ items.T, 50)
     assert [list(lists[user]) for user in everyone] == wanted
+
+
+HALF = b"PAR1 half of what is being written"
+
+
+def test_a_table_that_is_being_written_is_read_again_and_one_that_is_broken_is_not(
+    shop: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, path = night_config(str(shop / "larder.toml"), environ), shop / "items.parquet"
+    whole = path.read_bytes()
+
+    def torn_after(files: Sequence[SourceFile]) -> Any:
+        found = pin(files)
+        path.write_bytes(HALF)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(begin, "pin", torn_after)
+        with pytest.raises(StoreError, match="changed while"):  # which Airflow retries
+            begin.run(config, data_until=FIRST, run_after=None)
+    with pytest.raises(SourceError, match=r"items\.parquet"):
+        begin.run(config, data_until=FIRST, run_after=None)
+    path.write_bytes(whole)
+
+    assert begin.run(config, data_until=FIRST, run_after=None)

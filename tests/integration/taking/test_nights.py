@@ -1,5 +1,7 @@
 """Nights that take events over have the bytes of nights over the same rows in a file."""
 
+import shutil
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -10,6 +12,10 @@ from cache.errors import ConfigError
 from cache.events.event import Event
 from cache.events.position import BEGINNING, Position
 from precompute.builds.build import Build, cut_of
+from precompute.events import files as event_files
+from precompute.events import merging
+from precompute.events.files import FOLDER
+from precompute.events.stores import Stores
 from precompute.steps import begin, take_events
 from tests.integration.changed.month import Month, files_of, same_file, scored
 from tests.integration.taking.clicking import alone, click, microseconds, some, taken
@@ -77,6 +83,27 @@ def go_through(month: Month, nights: int) -> None:
 
 def test_nights_that_copy_have_the_bytes_of_full_ones(month: Month) -> None:
     go_through(month, 3)
+
+
+def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
+    featured: Month, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "AT_ONCE", 2)
+    # As if older ones were retired, which takes a minute.
+    held = Stores.held
+    monkeypatch.setattr(Stores, "held", lambda stores: sorted(held(stores))[-2:])
+    ours, theirs = (each.store().folder for each in (featured.config, featured.full))
+    assert ours is not None and theirs is not None
+    for number in range(4):
+        featured.night = number
+        click(featured.config, some(featured, f"n{number}", 12))
+
+        generation = featured.publish()
+
+        shutil.copytree(ours / FOLDER, theirs / FOLDER, dirs_exist_ok=True)
+        assert featured.differences(generation, scored(featured.full, featured.cut)) == []
+    merged, *rest = event_files.taken(featured.config.store())
+    assert merged.until is not None and len(rest) == 2
 
 
 @pytest.mark.storm

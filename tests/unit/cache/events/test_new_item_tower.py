@@ -1,5 +1,6 @@
 """New items become vectors as a night makes them of all items; what the models cannot take is refused in words."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from cache.events.event import Event
 from cache.events.new_item_tower import (
     ITEM_VECTORS,
     OUTPUT_MAX,
+    RETRIES_S,
     FixedItems,
     NewItemInputs,
     NewItemTower,
@@ -146,16 +148,79 @@ def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -
     found = told.items(table, sent, values)
 
     assert [each.raw for each in found.items] == [each for each in values if each != b"new-5"]
-    # What it raised on is not tried again, alone or with others.
+    # What it raised on is not tried again at once, alone or with others.
     runs.clear()
     values[b"late"] = {"category": 3}
     again = told.items(table, [*sent, NewItem(b"late", 99)], values, found)
     assert len(again) == 40 and runs == []
     nobody = told.items(table, sent[5:6], values, told.items(table, sent[5:6], values))
-    assert not nobody and nobody.refused
+    assert not nobody and len(nobody.failed) == 1
     # Set to what the tower takes, it is an item like any other.
     values[b"new-5"] = {"category": 5}
     assert b"new-5" in told.items(table, sent, values, again).numbers
+
+
+def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_life(
+    table: Any,
+) -> None:
+    calls: list[int] = []
+    is_full = True
+
+    def run(inputs: Any) -> Any:
+        calls.append(len(inputs["category"]))
+        if is_full:
+            raise MemoryError
+        return np.eye(DIMS, dtype=np.float32)[inputs["category"]]
+
+    category = InputSpec("category", "feature", "int32", column="category")
+    tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
+    told = NewItemTower(NewItemInputs((category,)), tower)
+    values = {b"new-%d" % at: {"category": at} for at in range(4)}
+    sent = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
+
+    first = told.items(table, sent, values, now=50.0)
+    is_full = False
+    early = told.items(table, sent, values, first, now=50.9)
+    later = told.items(table, sent, values, early, now=51.0)
+
+    assert not first and not early and first.retry_at == early.retry_at == 51.0
+    assert [each.raw for each in later.items] == list(values) and not later.failed
+    assert later.retry_at == math.inf and not later.refused
+    assert calls[-1] == 4  # together again
+
+
+def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_refused_for_good(
+    table: Any,
+) -> None:
+    calls: list[int] = []
+
+    def run(inputs: Any) -> Any:
+        calls.append(len(inputs["category"]))
+        return np.eye(DIMS, dtype=np.float32)[inputs["category"]]
+
+    category = InputSpec("category", "feature", "int32", column="category")
+    tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
+    told = NewItemTower(NewItemInputs((category,)), tower)
+    values: dict[bytes, dict[str, Any]] = {b"bad": {"category": 99_999}, b"fine": {"category": 3}}
+    sent = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
+    now, found, tried = 0.0, told.items(table, sent, values, now=0.0), []
+    calls.clear()
+    while found.failed:
+        tried.append(found.retry_at - now)
+        now = found.retry_at
+        found = told.items(table, sent, values, found, now=now)
+        assert [each.raw for each in found.items] == [b"fine"]
+
+    assert tuple(tried) == RETRIES_S and calls == [1] * len(RETRIES_S)
+    assert len(found.refused) == 1 and found.retry_at == math.inf
+    assert told.items(table, sent, values, found, now=1e9).refused == found.refused
+    assert calls == [1] * len(RETRIES_S)
+    # Another value of it is another input.
+    assert told.items(table, sent, {**values, b"bad": {"category": 2}}, found, now=now).numbers.keys() == {
+        b"bad", b"fine",
+    }  # fmt: skip
+    # Gone before it could be tried again, it is not held on to.
+    assert not told.items(table, sent[1:], values, told.items(table, sent, values)).failed
 
 
 def test_vectors_that_are_sent_are_taken_where_items_are_a_table_of_them(table: Any) -> None:

@@ -15,7 +15,8 @@ from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
-from precompute.events.files import path_of, taken, until_of
+from precompute.events.files import taken, until_of
+from precompute.events.stores import Stores
 
 
 class Crash(Exception):
@@ -55,6 +56,11 @@ class Stream:
         client = redis.Redis.from_url(redis_url, protocol=3)
         return cls(client, TroubledStore(str(folder / keys.namespace)), keys)
 
+    @property
+    def stores(self) -> Stores:
+        """The store, as that of a namespace without arms."""
+        return Stores(self.store, self.keys.namespace)
+
     def add(self, event: Event | None = None) -> Position:
         """One more event, of its own id; where none is given, by somebody on something."""
         number = len(self.added)
@@ -76,8 +82,8 @@ class Stream:
     def rows(self) -> list[tuple[int, str]]:
         """Position and id of every event in the files, in the order of files and rows."""
         found: list[tuple[int, str]] = []
-        for after in taken(self.store):
-            table = pq.read_table(io.BytesIO(self.store.read(path_of(after)) or b""))
+        for file in taken(self.store):
+            table = pq.read_table(io.BytesIO(self.store.read(file.path) or b""))
             found += zip(table["position"].to_pylist(), table["id"].to_pylist(), strict=True)
         return found
 
@@ -87,7 +93,7 @@ class Stream:
 
     def bounds(self) -> list[tuple[Position, Position]]:
         """Beginning and end of each file."""
-        paths = {after: path_of(after) for after in taken(self.store)}
         return [
-            (after, until_of(self.store.read(path) or b"", path)) for after, path in paths.items()
+            (each.after, until_of(self.store.read(each.path) or b"", each.path))
+            for each in taken(self.store)
         ]

@@ -48,7 +48,7 @@ def left(stream: Stream) -> list[Position]:
 
 
 def trimmed(stream: Stream, keep_s: float = -60.0, stream_bytes: int = 1 << 30) -> int:
-    return trim(stream.store, stream.client, stream.keys, keep_s=keep_s, stream_bytes=stream_bytes)
+    return trim(stream.stores, stream.client, stream.keys, keep_s=keep_s, stream_bytes=stream_bytes)
 
 
 def test_what_no_file_has_stays(stream: Stream) -> None:

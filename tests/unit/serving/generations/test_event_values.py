@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ import pytest
 
 from cache.events.attribute_events import AttributeEvents
 from cache.events.event import Event
+from cache.events.event_predictor import GenerationEvents
+from cache.events.new_item_tower import RETRIES_S, NewItemInputs, NewItemTower
 from cache.events.position import Position
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from cache.format.manifest_files import EventsRead
+from cache.model.tower_spec import InputSpec
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
 from serving.generations.snapshot import Snapshot
@@ -22,12 +26,15 @@ from tests.unit.cache.filters.columns import attributes_of
 from tests.unit.serving.scene import A, B, Scene, pointer
 from tests.unit.serving.world import ITEMS
 
+DIMS = 4
 STOCKED, CHEAP = read_filter({"==": ["stock", True]}), read_filter({"<": ["price", 10]})
 UNTIL = {A: Position(100, 0), B: Position(200, 0)}
 
 
 class Stocked(Scene):
     """A scene whose generations have attributes, and events up to a position each."""
+
+    events: GenerationEvents | None = None
 
     def open(self, to: Pointer, blocklist: Blocklist) -> Snapshot:
         items = self.world.items
@@ -40,8 +47,8 @@ class Stocked(Scene):
         until = UNTIL[to.generation]
         manifest = dataclasses.replace(found.manifest, events=EventsRead(str(until), 10))
         return dataclasses.replace(
-            found, manifest=manifest, filtering=filtering, values_until=until.number
-        )
+            found, manifest=manifest, filtering=filtering, values_until=until.number, events=self.events,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -228,3 +235,40 @@ def results(scene: Scene) -> Iterator[tuple[str, float]]:
         for sample in family.samples:
             if sample.name == "larder_event_values_total" and sample.value:
                 yield sample.labels["result"], sample.value
+
+
+async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_time(
+    tmp_path: Path,
+) -> None:
+    scene = Stocked(tmp_path)
+    looks, is_full = InputSpec("looks", "feature", "float32", column="looks", width=DIMS), True
+
+    def run(inputs: Any) -> Any:
+        if is_full:
+            raise MemoryError
+        return inputs["looks"]
+
+    tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
+    events = GenerationEvents(
+        UNTIL[A].number, {}, None, NewItemTower(NewItemInputs((looks,)), tower)
+    )
+    scene.events = events
+    await scene.publish(pointer(A, 1))
+    given: dict[str, Any] = {"looks": (0.5,) * DIMS}
+    event = Event("new", 0, None, b"new", features=given)
+    scene.shelf.attributes.add(Position(101, 0), event)
+    scene.shelf.new_items.add(Position(101, 0), event)
+    await scene.shelf.take_values()
+    assert scene.shelf.live is not None and not scene.shelf.live.new_items
+
+    is_full = False
+    await scene.shelf.take_values()
+    held = scene.shelf.live
+    scene.timer.tick(RETRIES_S[0])
+    await scene.shelf.take_values()
+
+    live = scene.shelf.live
+    assert live is not None and held is not None and not held.new_items
+    assert [each.raw for each in live.new_items.items] == [b"new"]
+    await scene.shelf.take_values()
+    assert scene.shelf.live is live

@@ -1,0 +1,103 @@
+"""Nights of an experiment's arm read the events of its control, and these stay until both have them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cache.config.events import EventsConfig
+from cache.errors import ConfigError
+from cache.events.position import Position
+from cache.format.manifest import WITH_EVENTS, Manifest
+from cache.format.manifest_files import EventsRead
+from cache.store.artefacts import generation_path
+from cache.store.experiments import Experiment, ExperimentArm, change_experiments
+from precompute.config.settings import NightConfig
+from precompute.events.files import event_files
+from precompute.events.forgetting import forget_events
+from precompute.events.stores import Stores
+from precompute.events.taking import take
+from precompute.events.trimming import trim
+from precompute.steps import retire, take_events
+from tests.life import manifest_of
+from tests.unit.precompute.events.stream import Stream
+
+GENERATION = "20260131T000000Z-0123456789ab"
+
+
+@pytest.fixture
+def stream(redis_url: str, tmp_path: Path) -> Stream:
+    """Three events, of which the control's nights took two over."""
+    found = Stream.of(redis_url, tmp_path)
+    for _ in range(2):
+        found.add()
+    take(found.store, found.client, found.keys)
+    found.add()
+    return found
+
+
+def arm_of(stream: Stream, redis_url: str) -> NightConfig:
+    own = stream.config(redis_url)
+    events = EventsConfig(enabled=True, namespace=own.namespace)
+    return replace(own, namespace=f"{own.namespace}-b", events=events)
+
+
+def published(config: NightConfig, until: Position, of: str) -> None:
+    """A generation of a namespace that has a stream's events up to a position."""
+    manifest = replace(
+        Manifest.from_bytes(manifest_of(GENERATION, 0)), namespace=config.namespace, format=WITH_EVENTS,
+        events=EventsRead(str(until), 10, namespace=of),
+    )  # fmt: skip
+    config.store().write(generation_path(GENERATION, "manifest.json"), manifest.to_bytes())
+
+
+def test_both_nights_write_and_read_the_same_files(stream: Stream, redis_url: str) -> None:
+    own, arm = stream.config(redis_url), arm_of(stream, redis_url)
+
+    told = take_events.run(arm)
+
+    assert told["events"] == 1 and stream.rows() == stream.all_rows()
+    assert event_files(arm) == event_files(own)
+    assert event_files(arm).until == list(stream.added)[-1]
+    assert take_events.run(own)["events"] == 0
+    assert arm.store().names("events") == []
+
+
+def test_events_stay_until_the_generations_of_arms_have_them(
+    stream: Stream, redis_url: str
+) -> None:
+    own, arm = stream.config(redis_url), arm_of(stream, redis_url)
+    places = list(stream.added)
+    published(own, places[1], "")
+    published(arm, places[0], own.namespace)
+
+    def trimmed() -> int:
+        return trim(Stores.of(own), stream.client, stream.keys, keep_s=-60.0, stream_bytes=1 << 30)
+
+    experiment = Experiment(
+        "ranker", "salt", 1.0, ((0, 10_000),),
+        (ExperimentArm("control", own.namespace, 0.5, ()), ExperimentArm("b", arm.namespace, 0.5, ())),
+        created_at=0.0,
+    )  # fmt: skip
+    change_experiments(own.store(), lambda now: replace(now, experiments=(experiment,)))
+
+    assert trimmed() == 1
+    published(arm, places[0], "")  # a stream of its own, whose positions say nothing here
+    assert trimmed() == 1
+
+
+def test_nights_of_an_arm_trim_and_erase_nothing_of_the_control(
+    stream: Stream, redis_url: str
+) -> None:
+    arm = arm_of(stream, redis_url)
+    before = stream.rows()
+
+    assert retire.run(arm, attempt="a")["events_trimmed"] == 0
+    forget_events(arm, [])
+
+    assert stream.rows() == before and stream.client.xlen(stream.keys.events) == 3
+
+
+def test_a_namespace_of_events_that_no_key_may_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"events\.namespace"):
+        NightConfig(events=EventsConfig(namespace="a:b"))

@@ -1,0 +1,288 @@
+"""Merged files have every event once, whatever is killed and whoever else merges, takes or erases."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.errors import ConfigError, CorruptArtefact
+from cache.events.position import Position
+from cache.format.manifest import WITH_EVENTS, Manifest
+from cache.format.manifest_files import EventsRead
+from cache.store.artefacts import ArtefactStore, generation_path
+from precompute.erasures.erasure import Erased, request
+from precompute.events import merging
+from precompute.events.files import TakenFile, event_files, last_taken, path_of, superseded, taken
+from precompute.events.forgetting import forget_in_files
+from precompute.events.merging import merge
+from precompute.events.stores import Stores
+from precompute.events.taking import take
+from tests.life import manifest_of
+from tests.unit.precompute.events.stream import Crash, Stream
+
+GENERATION = "20260131T000000Z-0123456789ab"
+MANY = 4
+
+
+class Killed(ArtefactStore):
+    """Store whose user is killed at the n-th change, before it or behind it."""
+
+    left = 0
+    is_behind = False
+    beside: Callable[[], object] = staticmethod(lambda: None)
+
+    def _step(self, change: Any, *args: Any) -> Any:
+        self.left -= 1
+        self.beside()
+        if self.left == 0 and not self.is_behind:
+            raise Crash
+        found = change(*args)
+        if self.left == 0:
+            raise Crash
+        return found
+
+    def write_once(self, path: str, data: bytes) -> bool:
+        return bool(self._step(super().write_once, path, data))
+
+    def delete(self, path: str) -> None:
+        self._step(super().delete, path)
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "AT_ONCE", MANY)
+
+
+def published(stream: Stream, until: Position) -> None:
+    """A generation that has the events up to a position, the only one."""
+    manifest = Manifest.from_bytes(manifest_of(GENERATION, 0))
+    told = replace(
+        manifest,
+        namespace=stream.keys.namespace,
+        events=EventsRead(str(until), 10),
+        format=WITH_EVENTS,
+    )
+    stream.store.write(generation_path(GENERATION, "manifest.json"), told.to_bytes())
+
+
+def erase(stream: Stream, user: str) -> None:
+    """An erasure that is written down."""
+    request(stream.store, user.encode(), "user", at=0.0)
+
+
+def nights(stream: Stream, count: int, events: int = 2) -> list[Position]:
+    """Nights that took some events each; where they ended."""
+    ends = []
+    for _ in range(count):
+        for _ in range(events):
+            stream.add()
+        ends.append(take(stream.store, stream.client, stream.keys).until)
+    return ends
+
+
+KILLS = (st.integers(1, 12), st.booleans(), st.integers(0, 2 * MANY), st.integers(0, 3))
+"""At which change, before or behind it, and how many nights were before and come after."""
+
+
+@settings(max_examples=12, deadline=None)
+@given(*KILLS)
+def test_a_kill_at_any_point_loses_nothing_and_takes_nothing_twice(
+    redis_url: str, at: int, is_behind: bool, before: int, others: int
+) -> None:
+    killed_and_gone_on(redis_url, at, is_behind, before, others)
+
+
+@pytest.mark.storm
+@settings(max_examples=300, deadline=None)
+@given(*KILLS)
+def test_many_kills_lose_nothing_and_take_nothing_twice(
+    redis_url: str, at: int, is_behind: bool, before: int, others: int
+) -> None:
+    killed_and_gone_on(redis_url, at, is_behind, before, others)
+
+
+def killed_and_gone_on(redis_url: str, at: int, is_behind: bool, before: int, others: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(merging, "AT_ONCE", MANY)
+        stream = Stream.of(redis_url, Path(folder))
+        ends = nights(stream, MANY + 2 + before)
+        published(stream, ends[-1])
+        killed = Killed(stream.store.url)
+        killed.left, killed.is_behind = at, is_behind
+
+        with suppress(Crash):
+            merge(Stores(killed, stream.keys.namespace))
+
+        assert stream.rows() == stream.all_rows() and last_taken(stream.store) == ends[-1]
+        nights(stream, others)
+        merge(stream.stores)
+        assert stream.rows() == stream.all_rows() and superseded(stream.store) == []
+        assert any(each.until for each in taken(stream.store))
+        assert stream.store.names("events") == sorted(
+            [Path(each.path).name for each in taken(stream.store)] + ["taken.json"]
+        )
+
+
+def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: Path) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    ends = nights(stream, MANY)
+    assert merge(stream.stores) == 0  # nobody says that a night had them
+    published(stream, ends[-2])
+    assert merge(stream.stores) == 0  # one of them has to be told from those before
+    published(stream, ends[-1])
+    assert (
+        merge(stream.stores) == 0
+    )  # the newest is never among them: it says where the next begins
+    later = nights(stream, 1)
+
+    assert merge(stream.stores) == MANY
+
+    assert [each.until for each in taken(stream.store)] == [ends[-1], None]
+    config = stream.config(redis_url)
+    for until in (ends[-1], later[-1]):
+        assert event_files(config, str(until)).until == until
+    with pytest.raises(ConfigError, match="no file of"):
+        event_files(config, str(ends[0]))
+    assert merge(stream.stores) == 0
+    nights(stream, MANY)
+    published(stream, last_taken(stream.store))
+    assert merge(stream.stores) == MANY  # merged ones stay as they are
+    assert [each.until is None for each in taken(stream.store)] == [False, False, True]
+    assert stream.rows() == stream.all_rows()
+
+
+def test_who_is_erased_is_in_no_merged_file(redis_url: str, tmp_path: Path) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    nights(stream, MANY + 1)
+    published(stream, last_taken(stream.store))
+    whole = stream.rows()
+
+    erase(stream, "u1")
+    merge(stream.stores)
+
+    gone = {event.id for event in stream.added.values() if event.user == b"u1"}
+    assert stream.rows() == [each for each in whole if each[1] not in gone] != whole
+    assert forget_in_files(stream.store, Erased(frozenset({b"u2"}), frozenset())) > 0
+    gone |= {event.id for event in stream.added.values() if event.user == b"u2"}
+    assert stream.rows() == [each for each in whole if each[1] not in gone]
+    assert taken(stream.store)[0].until is not None
+
+
+def test_an_erasure_beside_a_merge_reaches_the_merged_file(redis_url: str, tmp_path: Path) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    nights(stream, MANY + 1)
+    published(stream, last_taken(stream.store))
+
+    class Beside(ArtefactStore):
+        """Store in which another host merges once files were listed."""
+
+        is_done = False
+
+        def read(self, path: str) -> bytes | None:
+            if path.startswith("events/") and not self.is_done:
+                self.is_done = True
+                assert merge(stream.stores) == MANY
+            return super().read(path)
+
+    forget_in_files(Beside(stream.store.url), Erased(frozenset({b"u1"}), frozenset()))
+
+    assert not {event.id for event in stream.added.values() if event.user == b"u1"} & {
+        name for _, name in stream.rows()
+    }
+
+
+def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
+    redis_url: str, tmp_path: Path
+) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    nights(stream, MANY + 1)
+    published(stream, last_taken(stream.store))
+    gone = {event.id for event in stream.added.values() if event.user == b"u1"}
+    killed = Killed(stream.store.url)
+    killed.left, killed.is_behind = 1, True
+    killed.beside = lambda: erase(stream, "u1")
+    with suppress(Crash):
+        merge(Stores(killed, stream.keys.namespace))
+    assert len(superseded(stream.store)) == MANY and gone & {name for _, name in stream.rows()}
+
+    merge(stream.stores)  # as the next `take-events` does, and an erasure that is still under way
+
+    assert superseded(stream.store) == [] and not gone & {name for _, name in stream.rows()}
+
+
+def test_while_a_night_is_in_the_making_its_files_stay(redis_url: str, tmp_path: Path) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    nights(stream, MANY + 1)
+    published(stream, last_taken(stream.store))
+    begun = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
+    stream.store.write(begun, b"{}")
+
+    assert merge(stream.stores) == 0
+
+    stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
+    assert merge(stream.stores) == MANY
+
+
+def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
+    redis_url: str, tmp_path: Path
+) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    nights(stream, MANY + 2)
+    published(stream, last_taken(stream.store))
+    others: list[int] = []
+
+    class Beside(ArtefactStore):
+        """Store beside whose merge another night begins, ends and merges, once its groups are known."""
+
+        def read(self, path: str) -> bytes | None:
+            if path.startswith("events/") and not others:
+                others.append(0)
+                published(stream, nights(stream, MANY)[-2])
+                others.append(merge(stream.stores))
+            return super().read(path)
+
+    merge(Stores(Beside(stream.store.url), stream.keys.namespace))
+
+    assert others == [0, 2 * MANY] and superseded(stream.store) == []
+    assert stream.rows() == stream.all_rows()
+
+
+def test_large_files_stay_and_cost_no_night_more_than_two_looks(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    nights(stream, 4 * MANY + 1)
+    published(stream, last_taken(stream.store))
+    monkeypatch.setattr(merging, "MERGED_BYTES", 1)
+    read: list[str] = []
+
+    class Counting(ArtefactStore):
+        """Store that notes which files of events were read."""
+
+        def read(self, path: str) -> bytes | None:
+            read.extend([path] if path.startswith("events/") else [])
+            return super().read(path)
+
+    assert merge(Stores(Counting(stream.store.url), stream.keys.namespace)) == 0
+
+    assert len(read) == 2
+
+
+def test_files_that_overlap_are_refused_and_none_is_removed(redis_url: str, tmp_path: Path) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    ends = nights(stream, 4)
+    raw = stream.store.read(path_of(ends[0])) or b""
+    for file in (TakenFile(Position(0, 0), ends[1]), TakenFile(ends[0], ends[2])):
+        stream.store.write(file.path, raw)
+    before = stream.store.names("events")
+
+    with pytest.raises(CorruptArtefact, match="overlap"):
+        merge(stream.stores)
+
+    assert stream.store.names("events") == before
