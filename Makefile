@@ -18,6 +18,9 @@ LOCKING = $(UV) pip compile -q --universal --no-header --no-annotate --generate-
 DIST   ?= dist
 BUILD   = $(UV) build -q --no-build-isolation --python $(BIN)/python --out-dir $(DIST)
 
+# Where an image sets it, each program that tests start compiles all that it imports: half of an Airflow task's time.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Random, printed, and the same for every use within one run: `make test SEED=...` repeats it.
 ifndef SEED
 SEED   := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
