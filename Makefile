@@ -8,6 +8,9 @@ READY  := $(VENV)/.ready
 TORCH  ?= torch==2.13.0
 # Test files that run at once; each worker has a Redis, and an Airflow, of its own.
 WORKERS ?= 2
+# In their order: xdist would begin with the files of most tests, and leave the night in a real Airflow, which is one
+# test of minutes, for the end, where all other workers have nothing left to do.
+SPREAD  = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 UV     := $(BIN)/uv
 # The one uv that the lock names also installs it.
 UV_PIN  = $(shell sed -n 's/^\(uv==[^ ;]*\).*/\1/p' $(LOCK))
@@ -54,7 +57,7 @@ serve: env  ## the same, then keeps serving and prints what to try
 	@$(BIN)/python -m infra.demo --state $(STATE) --serve $(if $(DATA),--data "$(DATA)")
 
 test: env  ## the quick tests, with a real Redis and a real Airflow
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not storm and not slow and not installs"
+	@$(PYTEST) $(SPREAD) -m "not storm and not slow and not installs"
 
 storm: env  ## the long counts, with a printed seed
 	@$(PYTEST) -m "storm or slow" --ignore=tests/upgrade
@@ -66,7 +69,7 @@ installs: env  ## each lock and each extra in an environment of its own, its pro
 upgrade-test: SEED := 0
 upgrade-test: env  ## the last tagged release beside this one, both ways; QUICK=1 leaves the longest tests out
 	@echo "beside $$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || echo 'no tag')"
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -x -m "slow$(if $(QUICK), and not storm)" tests/upgrade
+	@$(PYTEST) $(SPREAD) -x -m "slow$(if $(QUICK), and not storm)" tests/upgrade
 
 check: env  ## lint, format, types, layers
 	@$(BIN)/ruff check -q .
@@ -84,9 +87,9 @@ bench: env  ## the quick benches, each with its JSON line
 	  $(BIN)/python -m tests.bench.$$name --json --quick || failed="$$failed $$name"; done; \
 	  test -z "$$failed" || { echo "these failed, or left something out:$$failed"; exit 1; }
 
-# The newest build that pip finds; a machine without a GPU wants the one for its processor.
+# The newest build that pip finds; a machine without a GPU wants the one for its processor. Compiled is what is imported.
 torch-env: env  ## torch (extra `gpu`) in .venv: scoring on GPUs, and the tests of it
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) $(TORCH)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) --no-compile $(TORCH)
 
 feast-env: env  ## Feast in .venv-feast, for the bench `peers`
 	@test -x .venv-feast/bin/python || $(UV) venv -q --python $(BIN)/python .venv-feast
