@@ -32,7 +32,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env feast-env audit-env audit licences package-env package docs-env docs-site docs lock clean
+.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env feast-env audit-env audit licences package-env package docs-env docs-site docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,10 +71,12 @@ upgrade-test: env  ## the last tagged release beside this one, both ways; QUICK=
 	@echo "beside $$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || echo 'no tag')"
 	@$(PYTEST) $(SPREAD) -x -m "slow$(if $(QUICK), and not storm)" tests/upgrade
 
-check: env  ## lint, format, types, layers
+lint: env  ## lint, format, types
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check .
 	@$(BIN)/mypy --no-error-summary cache precompute serving dags infra tests
+
+check: lint  ## the same, and the layers
 	@$(BIN)/python -m pytest -q --no-header --no-summary tests/unit/test_layering.py tests/unit/test_rooms.py >/dev/null \
 	  || $(BIN)/python -m pytest -q tests/unit/test_layering.py tests/unit/test_rooms.py
 

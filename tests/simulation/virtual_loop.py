@@ -3,6 +3,7 @@
 import asyncio
 import heapq
 from asyncio import events
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Protocol
@@ -48,6 +49,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     A callback belongs to the host in whose context it was made, and never runs once that host is dead.
     """
 
+    # What asyncio's own loop has, and says nothing of.
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[tuple[float, Any]]
+    _stopping: bool
+    _timer_cancelled_count: int
+
     def __init__(self, network: Network, start: float) -> None:
         super().__init__()
         self._network = network
@@ -61,12 +68,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        """Runs what is ready, as asyncio's own, which spends half of a simulation's loop on comparing timers.
+        """Runs what is ready, as asyncio's own does.
 
-        The heap holds (time, timer) where asyncio's holds timers: their order is the same, ties included.
+        The heap holds (time, timer) where that one holds timers, whose comparison is a call, and there are 54,000 in a
+        simulation. Their order is the same, ties included.
         """
-        ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
-        cancelled = self._timer_cancelled_count  # type: ignore[attr-defined]
+        ready, timers = self._ready, self._scheduled
+        cancelled = self._timer_cancelled_count
         if len(timers) > _TIMERS and cancelled / len(timers) > _CANCELLED_SHARE:
             for _, timer in timers:
                 timer._scheduled = not timer._cancelled
@@ -75,9 +83,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._timer_cancelled_count = 0
         else:
             while timers and timers[0][1]._cancelled:
-                self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
+                self._timer_cancelled_count -= 1
                 heapq.heappop(timers)[1]._scheduled = False
-        if not ready and not self._stopping:  # type: ignore[attr-defined]
+        if not ready and not self._stopping:
             if not timers:
                 raise Stuck("every task waits, and no timer is set")
             self._now = max(self._now, timers[0][0])
@@ -102,7 +110,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Handle:
         handle = events.Handle(callback, args, self, context)
         if not _is_of_the_dead(handle):
-            self._ready.append(handle)  # type: ignore[attr-defined]
+            self._ready.append(handle)
         return handle
 
     def call_at(  # type: ignore[override]
@@ -115,7 +123,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Runs the callback at a time, unless its host is dead by then."""
         timer = events.TimerHandle(when, callback, args, self, context)
         if not _is_of_the_dead(timer):
-            heapq.heappush(self._scheduled, (when, timer))  # type: ignore[attr-defined]
+            heapq.heappush(self._scheduled, (when, timer))
             timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
@@ -127,8 +135,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def kill(self, host: Host) -> None:
         """Ends everything on a host at once: nothing of it runs any more, not even what would clean up."""
         host.is_dead = True
-        timers = (timer for _, timer in self._scheduled)  # type: ignore[attr-defined]
-        for handle in (*self._ready, *timers):  # type: ignore[attr-defined]
+        timers = (timer for _, timer in self._scheduled)
+        for handle in (*self._ready, *timers):
             if _is_of_the_dead(handle):
                 handle.cancel()
 
