@@ -9,6 +9,9 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.7.1
 # Test files that run at once; each worker has a Redis, and an Airflow, of its own.
 WORKERS ?= 2
+# In their order: xdist would begin with the files of most tests, and leave the night in a real Airflow, which is one
+# test of minutes, for the end, where all other workers have nothing left to do.
+SPREAD  = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 UV     := $(BIN)/uv
 # The one uv that the lock names also installs it.
 UV_PIN  = $(shell sed -n 's/^\(uv==[^ ;]*\).*/\1/p' $(LOCK))
@@ -19,6 +22,9 @@ LOCKING = $(UV) pip compile -q --universal --no-header --no-annotate --generate-
 DIST   ?= dist
 BUILD   = $(UV) build -q --no-build-isolation --python $(BIN)/python --out-dir $(DIST)
 
+# Where an image sets it, each program that tests start compiles all that it imports: half of an Airflow task's time.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Random, printed, and the same for every use within one run: `make test SEED=...` repeats it.
 ifndef SEED
 SEED   := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
@@ -27,7 +33,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env gpu feast-env audit-env audit licences package-env package docs-env docs-site docs lock clean
+.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu feast-env audit-env audit licences package-env package docs-env docs-site docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,7 +58,7 @@ serve: env  ## the same, then keeps serving and prints what to try
 	@$(BIN)/python -m infra.demo --state $(STATE) --serve $(if $(DATA),--data "$(DATA)")
 
 test: env  ## the quick tests, with a real Redis and a real Airflow
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not storm and not slow and not installs"
+	@$(PYTEST) $(SPREAD) -m "not storm and not slow and not installs"
 
 storm: env  ## the long counts, with a printed seed
 	@$(PYTEST) -m "storm or slow" --ignore=tests/upgrade
@@ -64,12 +70,14 @@ installs: env  ## each lock and each extra in an environment of its own, its pro
 upgrade-test: SEED := 0
 upgrade-test: env  ## the last tagged release beside this one, both ways; QUICK=1 leaves the longest tests out
 	@echo "beside $$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || echo 'no tag')"
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -x -m "slow$(if $(QUICK), and not storm)" tests/upgrade
+	@$(PYTEST) $(SPREAD) -x -m "slow$(if $(QUICK), and not storm)" tests/upgrade
 
-check: env  ## lint, format, types, layers
+lint: env  ## lint, format, types
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check .
 	@$(BIN)/mypy --no-error-summary cache precompute serving dags infra tests
+
+check: lint  ## the same, and the layers
 	@$(BIN)/python -m pytest -q --no-header --no-summary tests/unit/test_layering.py tests/unit/test_rooms.py >/dev/null \
 	  || $(BIN)/python -m pytest -q tests/unit/test_layering.py tests/unit/test_rooms.py
 
@@ -83,11 +91,11 @@ bench: env  ## the quick benches, each with its JSON line
 	  $(BIN)/python -m tests.bench.$$name --json --quick || failed="$$failed $$name"; done; \
 	  test -z "$$failed" || { echo "these failed, or left something out:$$failed"; exit 1; }
 
-# The newest build that pip finds; a machine without a GPU wants the one for its processor.
+# The newest build that pip finds; a machine without a GPU wants the one for its processor. Compiled is what is imported.
 # torch for GPUs has brought its triton then; the one for processors brings none, and kernels are interpreted.
 torch-env: env  ## torch and triton (extra `gpu`) in .venv: scoring on GPUs, and the tests of it
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) $(TORCH)
-	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) $(TRITON)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) --no-compile $(TORCH)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) --no-compile $(TRITON)
 
 gpu: torch-env  ## tests and benches of scoring on a GPU, under ten minutes; code 3 and nothing run where there is none
 	@$(BIN)/python -m tests.bench.device

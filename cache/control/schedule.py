@@ -1,12 +1,12 @@
 """Schedule of generations: the ticks of a cron in a time zone, as Airflow's `CronTriggerTimetable` has them."""
 
+import copy
 import functools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from zoneinfo import ZoneInfo
 
 from croniter import croniter
@@ -42,6 +42,7 @@ class Schedule:
     timezone: str = TIMEZONE
     grace_s: float = GRACE_S
     _zone: ZoneInfo = field(init=False, repr=False, compare=False)
+    _parsed: croniter = field(init=False, repr=False, compare=False)
     _is_hourly: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +52,8 @@ class Schedule:
                 field="schedule_grace_s",
             )
         object.__setattr__(self, "_zone", _zone(self.timezone))
-        object.__setattr__(self, "_is_hourly", _hours(self.cron) == ["*"])
+        object.__setattr__(self, "_parsed", _parsed(self.cron))
+        object.__setattr__(self, "_is_hourly", self._parsed.expanded[1] == ["*"])
 
     def tick_before(self, at: float) -> float:
         """The last tick at or before `at`; both Unix seconds."""
@@ -119,7 +121,8 @@ class Schedule:
     def _walls_before(self, wall: datetime) -> Iterator[datetime]:
         """Matching wall times at or before `wall`, newest first."""
         start = wall.replace(microsecond=0) + timedelta(seconds=1)
-        cron = croniter(self.cron, start_time=start)
+        cron = copy.copy(self._parsed)  # parsing it again takes as long as all the rest
+        cron.set_current(start, force=True)
         while True:
             try:
                 found: datetime = cron.get_prev(datetime)
@@ -153,8 +156,8 @@ def _zone(name: str) -> ZoneInfo:
         ) from error
 
 
-def _hours(cron: str) -> list[Any]:
-    """The hour field as croniter reads it, once the cron has proved to have ticks."""
+def _parsed(cron: str) -> croniter:
+    """The cron as croniter reads it, once it has proved to have ticks."""
     try:
         parsed = croniter(cron, start_time=datetime(2026, 1, 1))  # noqa: DTZ001  wall times have no zone
         if len(parsed.expanded) != 5:
@@ -162,11 +165,10 @@ def _hours(cron: str) -> list[Any]:
         if _RANDOM.search(cron):
             raise ValueError("R is another time for each program that reads it")
         parsed.get_prev(datetime)
-        hours: list[Any] = parsed.expanded[1]
     except (CroniterError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"schedule is a cron of five fields such as '0 3 * * *' (minute hour day month weekday), not {cron!r}: "
             f"{error}",
             field="schedule",
         ) from error
-    return hours
+    return parsed

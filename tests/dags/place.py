@@ -18,7 +18,7 @@ from infra.local.airflow_client import RunReport, TaskReport
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig, night_config
 from precompute.control.control_keys import Control
-from tests.integration.nights import environment, top_lists
+from tests.integration.nights import PATIENT_ENVIRON, environment, top_lists
 from tests.integration.watching import Watch
 
 USERS, ITEMS, SHARDS = 240, 90, 3
@@ -110,7 +110,11 @@ class Place:
     def watched(self) -> Iterator[Watch]:
         """A real service over what is live, and callers who ask it all the time."""
         told = environment(
-            self.config, LARDER_L1_BYTES="4096", LARDER_POLL_S="0.1", LARDER_HEARTBEAT_S="0.2"
+            self.config,
+            LARDER_L1_BYTES="4096",
+            LARDER_POLL_S="0.1",
+            LARDER_HEARTBEAT_S="0.2",
+            **PATIENT_ENVIRON,
         )
         items = [f"item-{number}" for number in range(ITEMS)]
         with ExitStack() as stack:

@@ -11,7 +11,7 @@ from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control
 from precompute.control.rows import Replica
-from tests.integration.nights import environment
+from tests.integration.nights import PATIENT_ENVIRON, environment
 from tests.polling import until
 
 
@@ -22,7 +22,9 @@ def fleet(
     """All started, all beating."""
     folder.mkdir(parents=True, exist_ok=True)
     services = [
-        ServiceProcess(folder / f"service-{number}.log", environment(config, **more))
+        ServiceProcess(
+            folder / f"service-{number}.log", environment(config, **PATIENT_ENVIRON | more)
+        )
         for number in range(count)
     ]
     with ExitStack() as stack:

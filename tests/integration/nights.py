@@ -43,6 +43,8 @@ from tests.opened import open_generation
 UNTIL = "2026-01-29T00:00:00Z"
 NEXT = "2026-01-30T00:00:00Z"
 K = 50
+PATIENT_ENVIRON = {"LARDER_QUEUE_INTERVAL_MS": "60000"}
+"""For a service under test: that its loop comes late on a busy machine is no overload. Benches measure without it."""
 
 
 def build_night(

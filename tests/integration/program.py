@@ -16,15 +16,16 @@ ANNOUNCED = "Larder serves on "
 
 
 def environment(night: NightConfig, state: Path, **more: str) -> dict[str, str]:
-    """Without a Redis, unless `more` names one."""
+    """Without a Redis, unless `more` names one; patient, since tests share few cores."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
     kept.pop("REDIS_URL", None)
     return kept | {
         "LARDER_ARTIFACTS": str(night.path(night.artifacts)),
         "LARDER_NAMESPACE": night.namespace,
         "LARDER_STATE": str(state),
-        "LARDER_DEADLINE_MS": "3000",
-        "LARDER_L2_DEADLINE_MS": "500",
+        "LARDER_DEADLINE_MS": "5000",
+        "LARDER_L2_DEADLINE_MS": "1000",
+        "LARDER_QUEUE_INTERVAL_MS": "60000",
         "PYTHONPATH": str(ROOT),
     } | more  # fmt: skip
 

@@ -15,6 +15,12 @@ from serving.config.settings import ServingConfig
 from serving.http.service import Service
 
 BASE = "http://larder"
+PATIENT: dict[str, Any] = {
+    "deadline_ms": 5_000.0,
+    "l2_deadline_ms": 1_000.0,
+    "queue_interval_ms": 60_000.0,
+}
+"""Settings where tests share few cores: a loop that comes late counts as overload only in the tests of overload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ def settings(night: NightConfig, **changes: Any) -> ServingConfig:
 @contextlib.asynccontextmanager
 async def serving(night: NightConfig, **changes: Any) -> AsyncIterator[Running]:
     """The application, started and stopped as a server would."""
-    app = create_app(settings(night, **changes))
+    app = create_app(settings(night, **PATIENT | changes))
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
@@ -77,7 +83,7 @@ async def serving(night: NightConfig, **changes: Any) -> AsyncIterator[Running]:
         yield Running(http, app.state.service)
 
 
-async def eventually(look: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> bool:
+async def eventually(look: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> bool:
     """Polls until `look` says yes; bounded."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + timeout_s

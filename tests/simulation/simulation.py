@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import logging
 import random
@@ -92,6 +93,7 @@ class Simulation:
 
     def run(self) -> str:
         """Lives through all steps, then through calm, then stops everything; the hash of what happened."""
+        gc.collect()  # of the simulation before this one: see `installed`
         substitution.forget()
         nights.forget()
         _CURRENT.append(self)
@@ -356,6 +358,10 @@ _CURRENT: list[Simulation] = []
 class _Now:
     """The simulation that runs now, as the process that code takes its clocks and threads from."""
 
+    def monotonic(self) -> float:
+        """Virtual seconds: asked for more often than anything else."""
+        return _CURRENT[-1].loop.time()
+
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **options: getattr(_CURRENT[-1], name)(*arguments, **options)
 
@@ -400,11 +406,17 @@ def installed() -> Iterator[None]:
     Snapshot.open = opened  # type: ignore[method-assign]
     loader.kernels = pure
     handlers, root.handlers = root.handlers, [errors]
+    # A collection ends coroutines, in the middle of whatever runs: between simulations it meets none,
+    # and what the process has imported needs no look.
+    gc.disable()
+    gc.freeze()
     try:
         with substitution.substituted(replaced), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of dead hosts
             yield
     finally:
+        gc.unfreeze()
+        gc.enable()
         root.handlers = handlers
         Snapshot.open, loader.kernels = real_open, kernels  # type: ignore[method-assign]
         sys.unraisablehook = hook

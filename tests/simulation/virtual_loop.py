@@ -3,12 +3,17 @@
 import asyncio
 import heapq
 from asyncio import events
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Protocol
 
 HOST: ContextVar["Host | None"] = ContextVar("host", default=None)
 """The host whose code runs; None: the network, Redis, callers."""
+
+
+_TIMERS, _CANCELLED_SHARE = 100, 0.5
+"""Timers, and the share of them that is cancelled, above which asyncio cleans up: it changes the order of ties."""
 
 
 class Host:
@@ -44,12 +49,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
     A callback belongs to the host in whose context it was made, and never runs once that host is dead.
     """
 
+    # What asyncio's own loop has, and says nothing of.
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[tuple[float, Any]]
+    _stopping: bool
+    _timer_cancelled_count: int
+
     def __init__(self, network: Network, start: float) -> None:
         super().__init__()
         self._network = network
         self._now = start
         self._clock_resolution = 1e-9
-        self._selector = self
         self.stalled_s = 0.0
         """Seconds in which nothing ran, in all."""
 
@@ -57,13 +67,37 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Virtual seconds."""
         return self._now
 
-    def select(self, timeout: float | None) -> tuple[()]:
-        """Jumps to the next timer: there is nothing to wait for."""
-        if timeout is None:
-            raise Stuck("every task waits, and no timer is set")
-        if timeout > 0:
-            self._now = max(self._now, self._scheduled[0]._when)  # type: ignore[attr-defined]
-        return ()
+    def _run_once(self) -> None:
+        """Runs what is ready, as asyncio's own does.
+
+        The heap holds (time, timer) where that one holds timers, whose comparison is a call, and there are 54,000 in a
+        simulation. Their order is the same, ties included.
+        """
+        ready, timers = self._ready, self._scheduled
+        cancelled = self._timer_cancelled_count
+        if len(timers) > _TIMERS and cancelled / len(timers) > _CANCELLED_SHARE:
+            for _, timer in timers:
+                timer._scheduled = not timer._cancelled
+            timers[:] = [each for each in timers if each[1]._scheduled]
+            heapq.heapify(timers)
+            self._timer_cancelled_count = 0
+        else:
+            while timers and timers[0][1]._cancelled:
+                self._timer_cancelled_count -= 1
+                heapq.heappop(timers)[1]._scheduled = False
+        if not ready and not self._stopping:
+            if not timers:
+                raise Stuck("every task waits, and no timer is set")
+            self._now = max(self._now, timers[0][0])
+        end = self._now + self._clock_resolution
+        while timers and timers[0][0] < end:
+            timer = heapq.heappop(timers)[1]
+            timer._scheduled = False
+            ready.append(timer)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
 
     def _process_events(self, _found: tuple[()]) -> None:
         """Nothing is selected."""
@@ -76,7 +110,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Handle:
         handle = events.Handle(callback, args, self, context)
         if not _is_of_the_dead(handle):
-            self._ready.append(handle)  # type: ignore[attr-defined]
+            self._ready.append(handle)
         return handle
 
     def call_at(  # type: ignore[override]
@@ -89,7 +123,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Runs the callback at a time, unless its host is dead by then."""
         timer = events.TimerHandle(when, callback, args, self, context)
         if not _is_of_the_dead(timer):
-            heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+            heapq.heappush(self._scheduled, (when, timer))
             timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
@@ -101,7 +135,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def kill(self, host: Host) -> None:
         """Ends everything on a host at once: nothing of it runs any more, not even what would clean up."""
         host.is_dead = True
-        for handle in (*self._ready, *self._scheduled):  # type: ignore[attr-defined]
+        timers = (timer for _, timer in self._scheduled)
+        for handle in (*self._ready, *timers):
             if _is_of_the_dead(handle):
                 handle.cancel()
 

@@ -50,12 +50,12 @@ class Larder(NamedTuple):
 
     def answers(self) -> bool:
         """Whether a caller that behaves well, on a connection of its own, is answered."""
-        response = httpx.get(self.url + self.path, headers=KNOWN, timeout=10)
+        response = httpx.get(self.url + self.path, headers=KNOWN, timeout=30)
         return response.status_code == 200
 
     def under_way(self) -> str:
         """The line of `/metrics`."""
-        text = httpx.get(f"{self.url}/metrics", headers=KNOWN, timeout=10).text
+        text = httpx.get(f"{self.url}/metrics", headers=KNOWN, timeout=30).text
         return next(
             line for line in text.splitlines() if line.startswith("larder_requests_under_way ")
         )
@@ -125,7 +125,7 @@ def is_ended(peer: socket.socket) -> bool:
 ])  # fmt: skip
 def test_heads_without_an_end_are_cut_off(larder: Larder, start: bytes, more: bytes) -> None:
     before, sent = larder.memory_mb(), 0
-    with socket.create_connection(larder.where, timeout=10) as peer:
+    with socket.create_connection(larder.where, timeout=30) as peer:
         peer.sendall(start)
         with contextlib.suppress(ConnectionError):
             while sent < 100 << 20:
@@ -189,7 +189,7 @@ def test_bodies_together_are_bounded_and_end(larder: Larder) -> None:
 
 def reply(peer: socket.socket) -> bytes:
     """The first that comes."""
-    select.select([peer], [], [], 10)
+    select.select([peer], [], [], 30)
     return peer.recv(1 << 16)
 
 
