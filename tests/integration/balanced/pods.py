@@ -56,7 +56,8 @@ class Deployment:
             self.night, state,
             REDIS_URL=str(self.night.redis_url), LARDER_EPHEMERAL_STATE="true",
             # Neighbours on this machine's cores are no overload of the service.
-            LARDER_QUEUE_TARGET_MS="2000", LARDER_DRAIN_S="10", LARDER_SKETCH_S="0.5", **{"LARDER_L1_BYTES": "16384", **self.revision},
+            LARDER_QUEUE_TARGET_MS="2000", LARDER_DRAIN_S="10", LARDER_SKETCH_S="0.5",
+            **{"LARDER_L1_BYTES": "16384", **self.revision},
         )  # fmt: skip
         process, url = closing.enter_context(started(environ, self.folder / f"log-{self.started}"))
         assert until(lambda: httpx.get(f"{url}/readyz", timeout=10).status_code == 200)
