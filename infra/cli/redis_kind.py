@@ -48,7 +48,7 @@ def kind_of(server: "redis.Redis") -> RedisKind:
         missing.append("scripts with flags (Redis 7.0, Valkey and newer have them)")
     names = (*NEEDED, *USED)
     try:
-        found: Any = server.execute_command("COMMAND INFO", *names)
+        found: Any = server.execute_command("COMMAND INFO", *names)  # type: ignore[no-untyped-call]
     except ResponseError:
         found = names
     known = {name for name, each in zip(names, found, strict=True) if each}

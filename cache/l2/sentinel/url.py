@@ -51,7 +51,7 @@ def read_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
         query=urlencode([each for each in options if each[0] not in _OWN]),
     )
     addresses = tuple(map(_address, hosts.split(",")))
-    settings: dict[str, Any] = dict(parse_url(plain.geturl()))
+    settings: dict[str, Any] = dict(parse_url(plain.geturl()))  # type: ignore[no-untyped-call]
     shared = {name: value for name, value in settings.items() if name.startswith("ssl_")}
     if scheme == "rediss":
         shared["ssl"] = True

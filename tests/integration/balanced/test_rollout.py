@@ -32,7 +32,7 @@ def under_load(
     folder: Path, server: DurableRedis, count: int
 ) -> Iterator[tuple[NightConfig, Deployment, Load]]:
     """Pods behind a balancer, under load."""
-    night = prepare(folder / "night", server.url, seed=SEED, users=200)
+    night = prepare(folder / "night", server.url, users=100, items=60)
     live = publish_night(night, UNTIL)
     users = sorted(histories(night))
     items = sorted({item for seen in histories(night).values() for item in seen})

@@ -39,7 +39,7 @@ def failed_over(pair: WatchedPair, load: Load) -> None:
 
 
 def test_a_killed_primary_costs_no_answer_and_the_next_one_is_followed(tmp_path: Path) -> None:
-    night = prepare(tmp_path / "night", "redis://nowhere", seed=SEED, users=200)
+    night = prepare(tmp_path / "night", "redis://nowhere", users=100, items=60)
     with watched_pair(tmp_path / "redis", night.namespace) as pair, contextlib.ExitStack() as stack:
         config = replace(night, redis_url=pair.url("larder-loader"))
         live = publish_night(config, UNTIL)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -53,10 +54,19 @@ class WatchedServer:
     def client(self) -> redis.Redis:
         """With the sentinels' rights."""
         is_server = not self._more or self._more[0] != "--sentinel"
-        user = {"username": "sentinel", "password": PASSWORDS["SENTINEL"]} if is_server else {}
+        user: dict[str, Any] = (
+            {"username": "sentinel", "password": PASSWORDS["SENTINEL"]} if is_server else {}
+        )
         return redis.Redis(
             port=self.port, protocol=2, socket_timeout=5.0, retry=Retry(NoBackoff(), 0), **user
         )
+
+    def has_replica(self) -> bool:
+        """True if it is a primary whose replica is up to date."""
+        with self.client() as asked:
+            told: dict[str, Any] = asked.info("replication")
+        first = told.get("slave0")
+        return isinstance(first, dict) and first["state"] == "online"
 
     def start(self) -> None:
         """Returns once it answers."""
@@ -104,13 +114,9 @@ class WatchedPair:
             _, port = asked.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
         return next(each for each in self.servers if each.port == int(port))
 
-    def has_replica(self) -> bool:
+    def is_whole(self) -> bool:
         """True if the primary's replica is up to date, and the sentinels know it and each other."""
-        with self.primary().client() as asked:
-            told: dict[str, object] = asked.info("replication")
-        first = told.get("slave0")
-        online = isinstance(first, dict) and first["state"] == "online"
-        return online and all(self._knows_all(each) for each in self.sentinels)
+        return self.primary().has_replica() and all(map(self._knows_all, self.sentinels))
 
     def _knows_all(self, sentinel: WatchedServer) -> bool:
         with sentinel.client() as asked:
@@ -133,9 +139,13 @@ def watched_pair(folder: Path, namespace: str) -> Iterator[WatchedPair]:
     watchers = [WatchedServer(folder / f"sentinel-{n}", watch, "--sentinel") for n in range(3)]
     pair = WatchedPair([first, second], watchers)
     try:
-        for each in (*pair.servers, *pair.sentinels):
+        for each in pair.servers:
             each.start()
-        assert until(pair.has_replica)
+        # A sentinel asks a primary for its replicas as it starts, and then every ten seconds.
+        assert until(first.has_replica)
+        for each in pair.sentinels:
+            each.start()
+        assert until(pair.is_whole)
         yield pair
     finally:
         for each in (*pair.sentinels, *pair.servers):
