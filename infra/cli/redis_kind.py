@@ -64,5 +64,6 @@ def _named(told: dict[str, Any]) -> tuple[str, str]:
         return "Dragonfly", str(told["dragonfly_version"]).removeprefix("df-").removeprefix("v")
     if told.get("server_name") == "valkey":
         return "Valkey", str(told.get("valkey_version", ""))
-    is_keydb = "keydb" in str(told.get("executable", "")) or "mvcc_depth" in told
+    # KeyDB calls itself Redis in all but the name of its program.
+    is_keydb = "keydb" in str(told.get("executable", ""))
     return "KeyDB" if is_keydb else "Redis", str(told.get("redis_version", ""))
