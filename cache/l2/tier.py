@@ -23,6 +23,8 @@ from cache.l2.errors import is_redirect
 from cache.l2.lease_commands import Lease
 from cache.l2.pool import SECOND_LOOK_S, PipelinePool, deadline_for
 from cache.l2.replies import Frames
+from cache.l2.sentinel.primary import async_pool_of
+from cache.l2.sentinel.url import is_sentinel
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +94,8 @@ class RemoteTier:
         self.config = config
         self.breaker = breaker or Breaker()
         self._batches = self._commands = self._shed = 0
-        pool = ConnectionPool.from_url(
+        open_pool = async_pool_of if is_sentinel(config.url) else ConnectionPool.from_url
+        pool = open_pool(
             config.url,
             protocol=PROTOCOL,
             socket_connect_timeout=config.connect_timeout_s,

@@ -13,6 +13,7 @@ from cache.process.command_line import NOT_WELL, json_text
 from cache.process.extras import PRECOMPUTE, missing
 from infra.cli.dags import dags_folder, files_in
 from infra.cli.redis import place_of
+from infra.cli.redis_kind import kind_of
 from infra.cli.settings import night_settings
 
 if TYPE_CHECKING:
@@ -151,10 +152,9 @@ def _redis(config: "NightConfig") -> tuple[State, str]:
     try:
         client = open_client(url, protocol=2, socket_timeout=REDIS_S)
         try:
-            servers = masters(client)
-            policies = {
-                str(each.info("memory").get("maxmemory_policy", "")) for each in servers.values()
-            }
+            servers = masters(client).values()
+            policies = {str(each.info("memory").get("maxmemory_policy", "")) for each in servers}
+            kinds = sorted({kind_of(each) for each in servers})
         finally:
             client.close()
     except (RedisError, ValueError, OSError) as error:
@@ -164,10 +164,15 @@ def _redis(config: "NightConfig") -> tuple[State, str]:
         )
     if unfit := sorted(each for each in policies if each.startswith("allkeys")):
         return "to do", f"maxmemory-policy {unfit[0]} may evict published pages: set volatile-lru"
-    return (
-        "ok",
-        f"{place_of(url)}{'' if config.redis_url else ', of `larder redis` or another command'}",
+    for kind in kinds:
+        if kind.missing:
+            return "to do", f"{place_of(url)} is {kind}, which has no {', no '.join(kind.missing)}"
+    told = (
+        f"{place_of(url)}{'' if config.redis_url else ', of `larder redis` or another command'}; "
     )
+    told += ", ".join(map(str, kinds))
+    without = sorted({each for kind in kinds for each in kind.without})
+    return "ok", told + "".join(f"; without {each}" for each in without)
 
 
 def _events(config: "NightConfig") -> tuple[State, str]:

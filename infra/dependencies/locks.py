@@ -8,8 +8,8 @@ from packaging.markers import Marker
 from packaging.utils import canonicalize_name
 
 LOCKS = Path(__file__).parents[1] / "locks"
-NAMES = ("all", "serving", "airflow", "audit", "docs", "package")
-"""The locks; the last three are of tools, each in an environment of its own."""
+NAMES = ("all", "serving", "airflow", "audit", "chart", "docs", "package")
+"""The locks; the last four are of tools, each in an environment of its own."""
 LINE = re.compile(
     r"^(?P<name>[\w.-]+)(?:\[[\w,-]+\])?==(?P<version>[^ ;\\]+)(?: ; (?P<marker>[^\\]+))?"
 )

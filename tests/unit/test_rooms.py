@@ -13,8 +13,8 @@ MODULES_MAX = 12
 TESTS_MAX = 25
 ROOMS = (
     "cache", "cache.mrc", "cache.control", "cache.format.records", "cache.native", "cache.process", "cache.format",
-    "cache.store", "cache.l2", "cache.config", "cache.l2.cluster", "cache.model", "cache.topk", "cache.events",
-    "cache.filters", "cache.tiers",
+    "cache.store", "cache.l2.sentinel", "cache.l2", "cache.config", "cache.l2.cluster", "cache.model",
+    "cache.topk", "cache.events", "cache.filters", "cache.tiers",
     "serving.arrow_ipc", "serving.answers", "serving.tracing", "serving.requests", "serving.access", "serving.client",
     "serving.admission", "serving.config", "serving.sequential", "serving.metrics", "serving.generations",
     "serving.fresh", "serving.near", "serving.rendering", "serving.usage", "serving.replica", "serving.events",

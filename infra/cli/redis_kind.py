@@ -1,0 +1,69 @@
+"""Kind and version of a server that speaks Redis' protocol, and what Larder needs or uses that it lacks."""
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    import redis
+
+FLAGGED: Final = "#!lua flags=allow-oom\nreturn 1"
+"""Such scripts move the pointer and say that a replica lives, also at maxmemory."""
+NEEDED: Final = tuple(
+    """del eval evalsha exists expire get getrange hdel hget hgetall hlen hset incr info memory mget pexpire pfadd
+    pfcount ping pttl publish script set setrange strlen subscribe time unlink unsubscribe wait xack xadd xautoclaim
+    xdel xgroup xinfo xlen xrange xread xreadgroup xrevrange xtrim zadd zincrby zrangebyscore zrem zremrangebyrank
+    zremrangebyscore zrevrange""".split()  # noqa: SIM905  # fifty words, one a line
+)
+"""Commands that nights, the service or events cannot do without."""
+USED: Final = {
+    "config": "settings are read from INFO, and how durable events are is tried out",
+    "waitaof": "without CONFIG, too, no event is known to be durable",
+}
+"""Commands that are done without, and what follows."""
+
+
+class RedisKind(NamedTuple):
+    """Server as it describes itself, what is missing for Larder, and what Larder does without."""
+
+    name: str
+    version: str
+    missing: tuple[str, ...]
+    without: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}".strip()
+
+
+def kind_of(server: "redis.Redis") -> RedisKind:
+    """Looks at one server by INFO, a script and COMMAND INFO; whatever this user may not ask is taken to be there."""
+    from redis.exceptions import NoPermissionError, ResponseError
+
+    told: dict[str, Any] = server.info("server")
+    name, version = _named(told)
+    missing = []
+    try:
+        server.eval(FLAGGED, 0)
+    except NoPermissionError:
+        pass
+    except ResponseError:
+        missing.append("scripts with flags (Redis 7.0, Valkey and newer have them)")
+    names = (*NEEDED, *USED)
+    try:
+        found: Any = server.execute_command("COMMAND INFO", *names)  # type: ignore[no-untyped-call]
+    except ResponseError:
+        found = names
+    known = {name for name, each in zip(names, found, strict=True) if each}
+    missing += [each.upper() for each in NEEDED if each not in known]
+    # Events wait for the disk only where no setting tells how durable they are.
+    lacking = () if "config" in known else [each for each in USED if each not in known]
+    without = [f"{each.upper()} ({USED[each]})" for each in lacking]
+    return RedisKind(name, version, tuple(missing), tuple(without))
+
+
+def _named(told: dict[str, Any]) -> tuple[str, str]:
+    if "dragonfly_version" in told:
+        return "Dragonfly", str(told["dragonfly_version"]).removeprefix("df-").removeprefix("v")
+    if told.get("server_name") == "valkey":
+        return "Valkey", str(told.get("valkey_version", ""))
+    # KeyDB calls itself Redis in all but the name of its program.
+    is_keydb = "keydb" in str(told.get("executable", ""))
+    return "KeyDB" if is_keydb else "Redis", str(told.get("redis_version", ""))

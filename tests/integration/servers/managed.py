@@ -1,0 +1,133 @@
+"""A Redis as managed services offer it: TLS alone, no CONFIG, users without its rights, and a log of all commands."""
+
+import hashlib
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from cache.process.child_process import Guarded
+from tests.certificates import self_signed
+from tests.conftest import redis_binary
+from tests.integration.program import ROOT
+from tests.polling import until
+
+ADMIN = "user admin on >administers ~* &* +@all"
+_WORD = re.compile(rb'"((?:[^"\\]|\\.)*)"')
+
+
+class ManagedServer:
+    """Its users are those of `infra/redis.conf`, as far as they need no CONFIG, and an administrator."""
+
+    def __init__(self, folder: Path, namespace: str, tls: Mapping[str, str]) -> None:
+        folder.mkdir(parents=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self._trusted = tls["tls-ca-cert-file"]
+        text = (ROOT / "infra/redis.conf").read_text()
+        text = text.replace(" +config|get", "").replace(" (+config|get)", "")
+        for name, password in (("READER", "reads"), ("LOADER", "loads")):
+            digest = hashlib.sha256(password.encode()).hexdigest()
+            text = text.replace(f"{name}_PASSWORD_SHA256", digest)
+        text = text.replace("{default}", f"{{{namespace}}}").replace(":default:", f":{namespace}:")
+        text += f'\n{ADMIN}\nport 0\ntls-port {self.port}\ndir {folder}\nrename-command CONFIG ""\n'
+        text += "".join(f"{name} {value}\n" for name, value in tls.items())
+        (folder / "redis.conf").write_text(text)
+        self.process = Guarded([redis_binary(), folder / "redis.conf"], log=folder / "log")
+
+    def url(self, user: str, password: str) -> str:
+        """As a deployment would write it."""
+        where = f"127.0.0.1:{self.port}/0?ssl_ca_certs={self._trusted}"
+        return f"rediss://{user}:{password}@{where}"
+
+    def client(self) -> redis.Redis:
+        """With all rights."""
+        return redis.Redis.from_url(
+            self.url("admin", "administers"), protocol=2, socket_timeout=None
+        )
+
+    def answers(self) -> bool:
+        """True once it can be asked."""
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.exceptions.ConnectionError:
+            return False
+
+
+@contextmanager
+def managed_server(folder: Path, namespace: str) -> Iterator[ManagedServer]:
+    """A running one."""
+    folder.mkdir(parents=True)
+    server = ManagedServer(folder / "server", namespace, self_signed(folder))
+    try:
+        assert until(lambda: server.answers() or not server.process.running), server.process.tail()
+        if not server.answers() and "tls" in server.process.tail():
+            pytest.skip(f"this server was built without TLS: {server.process.tail(3)}")
+        assert server.answers(), server.process.tail()
+        yield server
+    finally:
+        server.process.stop()
+
+
+class CommandLog:
+    """All that a server was asked while the block lasted, and what its scripts asked in turn (MONITOR)."""
+
+    def __init__(self, server: ManagedServer) -> None:
+        self._client = server.client()
+        self._asked = server.client()
+        self._connection: Any = self._client.connection_pool.get_connection()
+        self._connection.send_command("MONITOR")
+        assert self._connection.read_response() == b"OK"
+        self.lines: list[bytes] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while (line := self._connection.read_response()) and b'"END OF THE LOG"' not in line:
+            self.lines.append(line)
+
+    def close(self) -> None:
+        """Returns once the log has all that was asked before."""
+        with self._asked as client:
+            client.echo("END OF THE LOG")
+            self._reader.join(30)
+        self._connection.disconnect()
+        self._client.close()
+
+    def scripts(self) -> list[tuple[set[bytes], list[list[bytes]]]]:
+        """Of each call of a script, the keys that it declared and the commands that it sent."""
+        found: list[tuple[set[bytes], list[list[bytes]]]] = []
+        for line in self.lines:
+            who, words = line.partition(b"] ")[0], [each[1] for each in _WORD.finditer(line)]
+            if who.endswith(b" lua"):
+                found[-1][1].append(words)
+            elif words and words[0].upper() in (b"EVAL", b"EVALSHA"):
+                found.append((set(words[3 : 3 + int(words[2])]), []))
+        return found
+
+
+@contextmanager
+def logged(server: ManagedServer) -> Iterator[CommandLog]:
+    """What the server is asked in this block."""
+    log = CommandLog(server)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def keys_of(client: redis.Redis, command: Sequence[bytes]) -> set[bytes]:
+    """Keys of a command, as the server itself has it."""
+    try:
+        found: Any = client.execute_command("COMMAND GETKEYS", *command)
+    except redis.exceptions.ResponseError:  # it has none
+        return set()
+    return {each.encode() if isinstance(each, str) else each for each in found}

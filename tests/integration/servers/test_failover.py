@@ -1,0 +1,73 @@
+"""A primary killed under load: answers go on, the service follows, a night publishes to the next primary."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.integration.balanced.pods import Load
+from tests.integration.nights import (
+    NEXT,
+    UNTIL,
+    build_verified,
+    histories,
+    prepare,
+    publish,
+    publish_night,
+    top_lists,
+)
+from tests.integration.ordeal import Seen
+from tests.integration.program import environment, started
+from tests.integration.servers.watched import WatchedPair, WatchedServer, watched_pair
+from tests.polling import until
+
+SEED = 26
+
+
+def failed_over(pair: WatchedPair, load: Load) -> WatchedServer:
+    """The primary, killed under load, once the service reads pages of the other one."""
+    dead = pair.primary()
+    dead.kill()
+    assert load.asked(30)
+    assert until(lambda: pair.primary() is not dead, 60)
+    before = load.seen.sources["l2"]
+    assert until(lambda: load.seen.sources["l2"] > before + 5, 60)
+    return dead
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.storm)])
+def test_a_killed_primary_costs_no_answer_and_the_next_one_is_followed(
+    tmp_path: Path, times: int
+) -> None:
+    night = prepare(tmp_path / "night", "redis://nowhere", users=100, items=60)
+    with watched_pair(tmp_path / "redis", night.namespace) as pair, contextlib.ExitStack() as stack:
+        config = replace(night, redis_url=pair.url("larder-loader"))
+        live = publish_night(config, UNTIL)
+        users = sorted(histories(config))
+        items = sorted({item for seen in histories(config).values() for item in seen})
+        lists = {live: top_lists(config, live, users)}
+        seen = Seen(lists, users, items, np.random.default_rng(SEED))
+        environ = environment(
+            config, tmp_path / "state", REDIS_URL=pair.url("larder-reader"), LARDER_L1_BYTES="16384",
+            LARDER_QUEUE_TARGET_MS="2000",
+        )  # fmt: skip
+        _, url = stack.enter_context(started(environ, tmp_path / "log"))
+        load = stack.enter_context(Load(url, seen).going_on())
+        assert until(lambda: seen.sources["l2"] > 5, 60)
+
+        dead = failed_over(pair, load)
+        assert load.asked(30)
+        if times > 1:
+            later = build_verified(config, NEXT)
+            lists[later] = top_lists(config, later, users)
+            publish(config, later)
+            assert until(lambda: httpx.get(f"{url}/readyz").json()["generation"] == later, 60)
+            dead.start()  # empty: it was a primary without persistence
+            assert until(pair.is_whole, 60)
+            failed_over(pair, load)
+
+        print(f"{seen.requests} requests: {dict(seen.sources)}")
+        assert seen.wrong == []

@@ -1,0 +1,90 @@
+"""What `larder check` says of a server: its kind, its version, what is missing."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from cache.process.redis_server import RedisServer
+from infra.cli import redis_kind
+from infra.cli.check import LOOKS
+from infra.cli.redis_kind import NEEDED, USED, kind_of
+from precompute.config.settings import NightConfig
+from tests.integration.events.durable_redis import DurableRedis
+from tests.integration.program import ROOT
+
+CONNECTING = {"asking", "auth", "client", "cluster", "command", "exec", "hello", "multi"}
+"""Of connections, transactions and clusters, which every server has that lets a client in, or is not asked for."""
+
+
+@contextmanager
+def lacking(folder: Path, *commands: str) -> Iterator[redis.Redis]:
+    """A server without some commands."""
+    folder.mkdir()
+    (folder / "conf").write_text("".join(f'rename-command {each} ""\n' for each in commands))
+    server = DurableRedis(folder / "data", appendonly="no", include=str(folder / "conf"))
+    server.start()
+    try:
+        with server.client() as client:
+            yield client
+    finally:
+        server.stop()
+
+
+def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServer) -> None:
+    with redis.Redis.from_url(redis_server.url, protocol=2) as client:
+        found = kind_of(client)
+
+    assert found.name in ("Redis", "Valkey") and re.fullmatch(r"\d+\.\d+\.\d+", found.version)
+    assert (found.missing, found.without) == ((), ())
+    state, told = LOOKS["redis"](NightConfig(redis_url=redis_server.url))
+    assert state == "ok" and told.endswith(f"; {found}")
+
+
+def test_what_is_missing_is_to_be_done_and_what_is_done_without_is_told(tmp_path: Path) -> None:
+    with lacking(tmp_path / "eval", "EVAL", "XAUTOCLAIM") as client:
+        found = kind_of(client)
+        port = client.connection_pool.connection_kwargs["port"]
+        state, told = LOOKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
+    with lacking(tmp_path / "config", "CONFIG") as client:
+        without = kind_of(client)
+
+    assert found.missing[0].startswith("scripts with flags")
+    assert set(found.missing[1:]) == {"EVAL", "XAUTOCLAIM"}
+    assert state == "to do" and str(found) in told and "no XAUTOCLAIM" in told
+    assert without.missing == () and without.without[0].startswith("CONFIG (")
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"redis_version": "6.2.14", "executable": "/usr/bin/redis-server"}, "Redis 6.2.14"),
+        ({"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "8.0.1"}, "Valkey 8.0.1"),
+        ({"redis_version": "6.3.4", "executable": "/opt/keydb-server"}, "KeyDB 6.3.4"),
+        ({"redis_version": "7.4.0", "dragonfly_version": "df-v1.25.0"}, "Dragonfly 1.25.0"),
+        ({}, "Redis"),
+    ],
+)  # fmt: skip
+def test_servers_that_call_themselves_redis_are_told_apart(
+    told: dict[str, Any], expected: str
+) -> None:
+    name, version = redis_kind._named(told)
+
+    assert f"{name} {version}".strip() == expected
+
+
+def test_the_commands_looked_for_are_those_that_the_users_may_send() -> None:
+    text = (ROOT / "infra/redis.conf").read_text() + (ROOT / "infra/redis-events.conf").read_text()
+    rules = [line for line in text.splitlines() if line.startswith("user larder-")]
+    granted = {
+        each.partition("|")[0]
+        for line in rules
+        for each in re.findall(r"\+([a-z]+(?:\|[a-z]+)?)", line)
+    }
+
+    # Where a user may read settings, no event has to wait for the disk.
+    assert granted - CONNECTING == {*NEEDED, *USED} - {"waitaof"}

@@ -1,0 +1,152 @@
+"""A primary and a replica under three sentinels, with the users of the documents, as real processes on loopback."""
+
+import hashlib
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from cache.process.child_process import Guarded
+from tests.conftest import redis_binary
+from tests.integration.program import ROOT
+from tests.polling import until
+
+SERVICE = "mymaster"
+DOWN_AFTER_MS = 500
+PAGE = ROOT / "docs/how-to/use-redis-sentinel.md"
+PASSWORDS = {"READER": "reads", "LOADER": "loads", "SENTINEL": "watches", "REPLICA": "copies"}
+
+
+def settings(namespace: str) -> str:
+    """`infra/redis.conf` with the lines that the documents add, for this namespace."""
+    text = (ROOT / "infra/redis.conf").read_text()
+    text += "\n".join(
+        re.findall(r"^(?:user|masteruser|masterauth) .+$", PAGE.read_text(), re.MULTILINE)
+    )
+    for name, password in PASSWORDS.items():
+        digest = hashlib.sha256(password.encode()).hexdigest()
+        text = text.replace(f"{name}_PASSWORD_SHA256", digest).replace(f"{name}_PASSWORD", password)
+    return (
+        text.replace("{default}", f"{{{namespace}}}").replace(":default:", f":{namespace}:") + "\n"
+    )
+
+
+class WatchedServer:
+    """A server, or a sentinel, whose port and folder outlive its process."""
+
+    def __init__(self, folder: Path, text: str, *more: str) -> None:
+        folder.mkdir(parents=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self._folder, self._more = folder, more
+        (folder / "conf").write_text(f"{text}port {self.port}\ndir {folder}\n")
+        self._process: Guarded | None = None
+
+    def client(self) -> redis.Redis:
+        """With the sentinels' rights."""
+        is_server = not self._more or self._more[0] != "--sentinel"
+        user: dict[str, Any] = (
+            {"username": "sentinel", "password": PASSWORDS["SENTINEL"]} if is_server else {}
+        )
+        return redis.Redis(
+            port=self.port, protocol=2, socket_timeout=5.0, retry=Retry(NoBackoff(), 0), **user
+        )
+
+    def has_replica(self) -> bool:
+        """True if it is a primary whose replica is up to date."""
+        with self.client() as asked:
+            told: dict[str, Any] = asked.info("replication")
+        first = told.get("slave0")
+        return isinstance(first, dict) and first["state"] == "online"
+
+    def start(self) -> None:
+        """Returns once it answers."""
+        command: list[str | Path] = [redis_binary(), self._folder / "conf", *self._more]
+        self._process = Guarded(command, log=self._folder / "log")
+        assert until(self._answers), self._process.tail()
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        with self.client() as client:
+            pid = int(client.info("server")["process_id"])
+        os.kill(pid, signal.SIGKILL)
+        assert until(lambda: not self._answers())
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends it, if it runs."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def _answers(self) -> bool:
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except (redis.exceptions.ConnectionError, redis.exceptions.BusyLoadingError):
+            return False
+
+
+class WatchedPair:
+    """The two servers and their sentinels."""
+
+    def __init__(self, servers: list[WatchedServer], sentinels: list[WatchedServer]) -> None:
+        self.servers, self.sentinels = servers, sentinels
+
+    def url(self, user: str) -> str:
+        """As a deployment would write it."""
+        hosts = ",".join(f"127.0.0.1:{each.port}" for each in self.sentinels)
+        password = PASSWORDS[user.rpartition("-")[2].upper()]
+        return f"redis+sentinel://{user}:{password}@{hosts}/{SERVICE}"
+
+    def primary(self) -> WatchedServer:
+        """The server that the sentinels name."""
+        with self.sentinels[-1].client() as asked:
+            _, port = asked.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
+        return next(each for each in self.servers if each.port == int(port))
+
+    def is_whole(self) -> bool:
+        """True if the primary's replica is up to date, and the sentinels know it and each other."""
+        return self.primary().has_replica() and all(map(self._knows_all, self.sentinels))
+
+    def _knows_all(self, sentinel: WatchedServer) -> bool:
+        with sentinel.client() as asked:
+            found = asked.sentinel_masters()[SERVICE]
+        return (found["num-slaves"], found["num-other-sentinels"]) == (1, len(self.sentinels) - 1)
+
+
+@contextmanager
+def watched_pair(folder: Path, namespace: str) -> Iterator[WatchedPair]:
+    """All started, replicating, and known to one another; stopped at the end."""
+    text = settings(namespace)
+    first = WatchedServer(folder / "a", text)
+    second = WatchedServer(folder / "b", text + f"replicaof 127.0.0.1 {first.port}\n")
+    watch = (
+        f"sentinel monitor {SERVICE} 127.0.0.1 {first.port} 2\n"
+        f"sentinel auth-user {SERVICE} sentinel\nsentinel auth-pass {SERVICE} {PASSWORDS['SENTINEL']}\n"
+        f"sentinel down-after-milliseconds {SERVICE} {DOWN_AFTER_MS}\n"
+        f"sentinel failover-timeout {SERVICE} 5000\nbind 127.0.0.1\n"
+    )
+    watchers = [WatchedServer(folder / f"sentinel-{n}", watch, "--sentinel") for n in range(3)]
+    pair = WatchedPair([first, second], watchers)
+    try:
+        for each in pair.servers:
+            each.start()
+        # A sentinel asks a primary for its replicas as it starts, and then every ten seconds.
+        assert until(first.has_replica)
+        for each in pair.sentinels:
+            each.start()
+        assert until(pair.is_whole)
+        yield pair
+    finally:
+        for each in (*pair.sentinels, *pair.servers):
+            each.stop()
