@@ -17,6 +17,7 @@ from tests.bench.loadgen import __main__ as bench
 from tests.bench.loadgen.runs import Judged, Target, highest_valid, read_summary
 from tests.bench.loadgen.samples import PATH, K, write_samples
 from tests.bench.read_path import Case
+from tests.bench.tools.harness import Report
 
 judged = pytest.mark.skipif(not is_there(), reason=ABSENT)
 SUMMARY = """\
@@ -70,6 +71,48 @@ def test_a_search_in_which_nothing_was_valid_finds_nothing() -> None:
     assert highest_valid(lambda _: False, 1_000, steps=4) == 0
 
 
+class Tiring:
+    """A target whose long runs are valid up to a rate."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.rates = limit, list[float]()
+
+    def run(self, scenario: str, rate: float, seconds: float) -> Judged:
+        self.rates.append(rate)
+        summary = SUMMARY if rate <= self.limit else SUMMARY.replace(": VALID", ": INVALID")
+        return run_of(summary, {})
+
+
+def test_the_long_run_goes_down_until_it_is_valid() -> None:
+    tiring = Tiring(91.0)
+
+    rate, judged = bench.last(tiring, 100.0, 60.0)  # type: ignore[arg-type]
+
+    assert judged.is_valid and rate == tiring.rates[-1] == pytest.approx(90.25)
+    assert tiring.rates == pytest.approx([95.0, 90.25])
+
+
+def test_the_long_run_gives_up_and_says_what_the_log_says() -> None:
+    rate, judged = bench.last(Tiring(1.0), 100.0, 60.0)  # type: ignore[arg-type]
+
+    assert not judged.is_valid and rate == pytest.approx(100 * 0.95**bench.TRIES)
+
+
+def test_figures_of_a_long_run_are_in_the_logs_own_words() -> None:
+    report = Report("loadgen")
+    lines = {f"{each} percentile latency (ns)": "1500000" for each in ("50.00", "90.00", "99.90")}
+    driven = {"bad": {}, "seconds": 60.0, "strangers": 100, "live": 99, "busy": 0.5}
+
+    bench.describe(
+        report, "larder", 95.0, Judged(read_summary(SUMMARY) | lines, driven, Path("folder"))
+    )
+
+    assert report.figures["larder: Server, LoadGen says"] == "VALID at 95 queries/s"
+    assert report.figures["larder: Server, p99 ms"] == 8.5
+    assert report.figures["larder: strangers, answered by the model"] == "100, 99"
+    assert report.figures["larder: log"] == "folder"
+
+
 def case(folder: Path) -> Case:
     users = [f"user {number}" for number in range(100)]
     return Case(folder, None, "g", users, [f"item-{number}" for number in range(200)])  # type: ignore[arg-type]
@@ -102,8 +145,9 @@ def test_without_loadgen_the_bench_says_what_to_do_and_ends_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "is_there", lambda: False)
+    monkeypatch.setattr("sys.argv", ["loadgen", "--json", "--logs", "some", "--quick"])
 
-    bench.main(["--json", "--quick"])
+    bench.main()
 
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["figures"] == {"LoadGen": ABSENT} and "make judges-env" in ABSENT

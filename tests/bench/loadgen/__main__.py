@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from tests.bench.judges.environment import ABSENT, is_there
 from tests.bench.loadgen.runs import Judged, Target, highest_valid
 from tests.bench.loadgen.samples import PATH, K, write_samples
 from tests.bench.read_path import Case, body_of, make_case
-from tests.bench.tools.harness import Options, Report, Run, alternate, parse
+from tests.bench.tools.harness import Report, Run, alternate, parse
 from tests.bench.tools.http_load import place, program
 from tests.bench.tools.mix import path_of
 from tests.bench.tools.place import own_server, unpin
@@ -103,6 +104,17 @@ def last(target: Target, rate: float, seconds: float) -> tuple[float, Judged]:
     return rate, judged
 
 
+def describe_others(report: Report, target: Target) -> None:
+    """Versions, and answers that Offline and MultiStream counted although they were not 200."""
+    report.figures["LoadGen"] = target.runs[0].driven["version"]
+    bad: Counter[str] = Counter()
+    for each in target.runs:
+        if each.lines.get("Scenario") != "Server":
+            bad.update(each.driven["bad"])
+    if bad:
+        report.absent.append(f"{target.name}: not 200 in Offline and MultiStream: {dict(bad)}")
+
+
 def describe(report: Report, name: str, rate: float, judged: Judged) -> None:
     """Figures of a long run, its log's own words among them."""
     found, driven = report.figures, judged.driven
@@ -132,9 +144,7 @@ def body_of_many(url: str, users: list[str]) -> bytes:
     return found
 
 
-def measure(
-    report: Report, case: Case, options: Options, lengths: Lengths, logs: Path, stack: ExitStack
-) -> None:
+def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: ExitStack) -> None:
     """All scenarios; the bare app before and after the service in each round."""
     samples = case.folder / "samples.jsonl"
     strangers = write_samples(case, samples, lengths.samples)
@@ -189,6 +199,8 @@ def measure(
         lengths.rounds,
         tolerance=0.1,
     )
+    for each in (ours, floor, floor_of_many):
+        describe_others(report, each)
     name = "server_vs_bare_asgi"
     beside(
         server(floor, most["bare"], lengths),
@@ -197,6 +209,8 @@ def measure(
         tolerance=0.1,
     )
     found = report.ratios[name]
+    if not (found.baseline and found.candidate):
+        del report.ratios[name]
     for each, rate in ((floor, found.baseline), (ours, found.candidate)):
         if rate:
             describe(report, each.name, *last(each, rate, lengths.last_s))
@@ -204,28 +218,28 @@ def measure(
             report.absent.append(f"{each.name}: no rate up to {most[each.name]:,.0f}/s was VALID")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure and report, or say what is missing."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--long", action="store_true", help="the last run of each takes 600 s")
-    parser.add_argument("--logs", type=Path, default=LOGS, help="folder that keeps LoadGen's logs")
-    given, rest = parser.parse_known_args(argv)
-    options = parse(__doc__ or "", rest)
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--logs", type=Path, default=LOGS)
+    given, sys.argv[1:] = parser.parse_known_args()
+    options = parse(__doc__ or "")
     lengths = QUICK if options.quick else LONG if given.long else PLAIN
     report = Report(
         "loadgen", ("fastapi", "uvicorn", "uvloop", "redis", "onnxruntime", "faiss-cpu")
     )
-    if not is_there():
-        report.figures["LoadGen"] = ABSENT
-    else:
+    if is_there():
         with (
             own_server() as redis,
             TemporaryDirectory(prefix="larder-bench-") as folder,
             ExitStack() as stack,
         ):
             case = make_case(Path(folder), redis.url, options.quick)
-            measure(report, case, options, lengths, given.logs, stack)
+            measure(report, case, lengths, given.logs, stack)
         unpin()
+    else:
+        report.figures["LoadGen"] = ABSENT
     report.show(options)
 
 

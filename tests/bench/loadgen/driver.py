@@ -16,6 +16,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -254,6 +255,7 @@ def main() -> None:
     loadgen.DestroyQSL(library)
     loadgen.DestroySUT(system)
     found = {
+        "version": f"mlcommons-loadgen {version('mlcommons-loadgen')}",
         "seconds": took,
         "busy": (time.process_time() - spent) / took,
         "bad": driver.bad,

@@ -12,6 +12,8 @@ from tests.bench.loadgen import driver
 SUMMARY = "mlperf_log_summary.txt"
 _LINE = re.compile(r"^[ \t]*(?P<name>[^:\n]+?)[ \t]*:[ \t]*(?P<value>\S.*?)[ \t]*$", re.MULTILINE)
 _PATIENCE_S = 120.0
+_CONNECTIONS = {"Offline": 64, "MultiStream": 1}
+"""Requests under way, where LoadGen does not say when they come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Target:
             "path": self.path,
             "k": self.k,
             "bound_s": self.bound_s,
-            "connections": 1 if scenario == "MultiStream" else self.connections,
+            "connections": min(self.connections, _CONNECTIONS.get(scenario, self.connections)),
             "samples_per_query": per_query,
             "seed": number + 1,
             "first_stranger": number * 100_000_000,
