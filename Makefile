@@ -33,7 +33,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu feast-env audit-env audit licences package-env package chart-env chart docs-env docs-site docs lock clean
+.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu feast-env judges-env audit-env audit licences package-env package chart-env chart docs-env docs-site docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,7 +86,7 @@ format: env  ## apply the formatter and the safe fixes
 
 bench: env  ## the quick benches, each with its JSON line
 	@for name in advisor all_miss bulk_load changed device.shard events.answers events.fresh events.ingest events.l1_hits \
-	  events.vs_live filters flip gpu hostile http_floor l1 l2 live load mixed near night observe peers plan policies \
+	  events.vs_live filters flip gpu hostile http_floor l1 l2 live load loadgen mixed near night observe peers plan policies \
 	  read_path scaling stampede topk; do \
 	  $(BIN)/python -m tests.bench.$$name --json --quick || failed="$$failed $$name"; done; \
 	  test -z "$$failed" || { echo "these failed, or left something out:$$failed"; exit 1; }
@@ -103,6 +103,10 @@ gpu: torch-env  ## tests and benches of scoring on a GPU, under ten minutes; cod
 feast-env: env  ## Feast in .venv-feast, for the bench `peers`
 	@test -x .venv-feast/bin/python || $(UV) venv -q --python $(BIN)/python .venv-feast
 	@VIRTUAL_ENV=$(CURDIR)/.venv-feast $(UV) pip sync -q --compile-bytecode tests/bench/tools/feast.txt
+
+judges-env: env  ## LoadGen and libCacheSim in .venv-judges, for the benches `loadgen`, `advisor` and `policies`
+	@test -x .venv-judges/bin/python || $(UV) venv -q --python $(BIN)/python .venv-judges
+	@VIRTUAL_ENV=$(CURDIR)/.venv-judges $(UV) pip sync -q tests/bench/judges/requirements.txt
 
 audit-env: env  ## pip-audit in .venv-audit, from a lock of its own
 	@test -x .venv-audit/bin/python || $(UV) venv -q --python $(BIN)/python .venv-audit
@@ -160,5 +164,5 @@ lock: env  ## resolve pyproject.toml again; names, versions and hashes only
 	@printf 'furo\nmyst-parser\nsphinx\n' | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/docs.txt
 
 clean:  ## removes the environment, caches and what the demo wrote
-	@rm -rf $(VENV) .venv-feast .venv-audit .venv-package .venv-chart .venv-docs $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-feast .venv-judges .venv-audit .venv-package .venv-chart .venv-docs $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

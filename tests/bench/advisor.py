@@ -3,6 +3,9 @@
 - `max_error_points`: the largest difference, in points, of its hit ratio to that of an exact LRU simulation, at cache
   sizes of 1 % of the keys and more, over several seeds of the sample; `max_error_points_small`: the same from 0.1 %. On
   the trace `orm-busy` if LARDER_BENCH_DATA names the folder that holds `traces/`, else on a stream of Zipf.
+- `max_error_points_public`, `max_error_points_public_small`: the same against libCacheSim's LRU, over ten traces that
+  others published (`tests/bench/judges/public_traces.py` says where they are from); it is installed by
+  `make judges-env`, the traces have to lie in `traces/`.
 - `cost_share`: what it takes of the throughput of L1 hits, by the server's processor time: 1 - with / without
   (`LARDER_ADVISOR_KEYS=0`), in the same rounds.
 
@@ -15,9 +18,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cache.mrc.shards import Shards
 from serving.config.settings import ServingConfig
+from tests.bench.judges.cachesim import judge
+from tests.bench.judges.environment import ABSENT, is_there
+from tests.bench.judges.public_traces import TRACES, missing
 from tests.bench.observe import on_vs_off
 from tests.bench.read_path import make_case
 from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
@@ -33,7 +40,10 @@ from tests.bench.tools.traces import (
 )
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-LARGE = 0.01
+SHOWN = 0.01, 0.1
+IS_LARGE = np.array(SHARES) >= 0.01
+QUICK_READS = 200_000
+"""Of each public trace, so many are judged with `--quick`."""
 
 
 def accuracy(report: Report, options: Options) -> None:
@@ -62,12 +72,46 @@ def accuracy(report: Report, options: Options) -> None:
     for share, capacity, ratio, error in zip(SHARES, capacities, exact, worst, strict=True):
         name = f"{share:.1%} of keys ({capacity})"
         report.figures[name] = f"exact {ratio:.4f}, off by {error:.2f} points at most"
-    is_large = np.array(SHARES) >= LARGE
     for name, error in (
-        ("max_error_points", worst[is_large].max()),
-        ("max_error_points_small", worst[~is_large].max()),
+        ("max_error_points", worst[IS_LARGE].max()),
+        ("max_error_points_small", worst[~IS_LARGE].max()),
     ):
         report.ratios[name] = Ratio(float(error), 1.0, len(seeds), float(error), 1.0)
+
+
+def public(report: Report, options: Options) -> None:
+    """The advisor's curves beside libCacheSim's LRU, on the traces that are here."""
+    if not is_there():
+        report.figures["libCacheSim"] = ABSENT
+        return
+    seeds = range(1 if options.quick else 3)
+    worst: list[NDArray[np.float64]] = []
+    for trace in TRACES:
+        if trace.path() is None:
+            continue
+        keys = trace.keys()[: QUICK_READS if options.quick else None]
+        capacities = capacities_of(keys, SHARES)
+        version, found = judge(keys, capacities, ("LRU",))
+        report.figures["judge"] = version
+        errors, rates = [], []
+        for seed in seeds:
+            shards = Shards(capacities, ServingConfig().advisor_keys)
+            sampled(keys, shards, seed=seed)
+            errors.append(np.abs(np.array(shards.hit_ratios()) - np.array(found["LRU"])) * 100)
+            rates.append(shards.rate)
+        worst.append(np.max(errors, axis=0))
+        shown = ", ".join(
+            f"{found['LRU'][SHARES.index(share)]:.4f} at {share:.0%}" for share in SHOWN
+        )
+        report.figures[f"{trace.name}: {len(keys):,} reads, {int(keys.max()) + 1:,} keys"] = (
+            f"LRU {shown}; off by {worst[-1][IS_LARGE].max():.2f} points at most, "
+            f"{worst[-1].max():.2f} from 0.1 %; sampled {min(rates):.2f}"
+        )
+    report.absent += missing()
+    if worst:
+        for name, chosen in (("public", IS_LARGE), ("public_small", ~IS_LARGE)):
+            error = float(np.max(worst, axis=0)[chosen].max())
+            report.ratios[f"max_error_points_{name}"] = Ratio(error, 1.0, len(seeds), error, 1.0)
 
 
 def main() -> None:
@@ -75,13 +119,16 @@ def main() -> None:
     options = parse(__doc__ or "")
     report = Report("advisor", ("fastapi", "uvicorn", "uvloop", "httptools"))
     accuracy(report, options)
+    public(report, options)
     with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
         case = make_case(Path(folder), server.url, options.quick)
         ratio = on_vs_off(case, {"LARDER_ADVISOR_KEYS": "0"}, options)
         report.ratios["cost_share"] = dataclasses.replace(ratio, value=1 - ratio.value)
     if trace_file() is None:
         report.absent.append(f"the trace orm-busy: {DATA} names no folder that holds traces/")
-    report.promises = {
+    if "max_error_points_public" in report.ratios:
+        report.promises["max_error_points_public"] = Promise(most=1.0, quick="a part of each trace")
+    report.promises |= {
         "max_error_points": Promise(most=1.0, quick="two seeds instead of eight"),
         "cost_share": Promise(
             most=0.02, quick="five pairs of processes, which differ by a few per cent"

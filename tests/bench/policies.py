@@ -1,24 +1,41 @@
-"""Eviction policies beside LRU: miss ratios at several sizes, and what a read costs, each as a short Python reference.
+"""Eviction policies beside LRU, which is what L1 does: hit ratios by libCacheSim, and what a hit costs in Python.
 
-On the trace `orm-busy` (if LARDER_BENCH_DATA names the folder that holds `traces/`) and on what the demo's traffic asks
-L1 for. Sizes are in keys. `<stream>.<policy>` is the mean over the sizes of its misses over those of LRU.
+On ten traces that others published and on Gowalla's check-ins as requests, as far as LARDER_BENCH_DATA names a folder
+that holds them, and on what the demo's traffic asks L1 for. Sizes are in keys, which is the same as bytes: records of a
+table have one size.
+
+- `<stream>.<policy>`: the mean over the sizes of its misses over those of LRU; the figures say the hit ratios.
+- `<stream>.<policy>_points`: the greatest that it is ahead of LRU at one of the sizes, in points of hit ratio.
+- `hit.<policy>`: time of a hit in a short Python reference of it over that of LRU.
+
+Beside them stands what `LocalTier` itself finds, and libCacheSim's LRU of as many keys. `make judges-env` installs
+libCacheSim; without it only hits are timed.
 """
 
 import time
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import numpy as np
 
+from cache.tiers.l1 import Entry, LocalKey, LocalTier
 from infra.demo.dataset import synthetic
 from infra.demo.synthetic import World
 from infra.demo.traffic import Stream
-from tests.bench.tools.harness import Ratio, Report, parse
-from tests.bench.tools.policy import POLICIES
-from tests.bench.tools.traces import Keys, capacities_of, orm_busy, trace_file
+from tests.bench.judges.cachesim import POLICIES as JUDGED
+from tests.bench.judges.cachesim import judge
+from tests.bench.judges.environment import ABSENT, is_there
+from tests.bench.judges.public_traces import TRACES, missing
+from tests.bench.tools.harness import Options, Ratio, Report, alternate, parse
+from tests.bench.tools.policy import POLICIES, Policy
+from tests.bench.tools.topk_cases import DATA, real_file
+from tests.bench.tools.traces import Keys, capacities_of, gowalla, zipf
 
 SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
 UNREAD = frozenset({"fresh", "stranger"})
 """Requests of the demo whose answers L1 does not hold."""
+QUICK_READS = 200_000
+RECORD = bytes(616)
 
 
 def demo(users: int, requests: int) -> Keys:
@@ -33,23 +50,78 @@ def demo(users: int, requests: int) -> Keys:
     return np.array(asked, np.int64)
 
 
-def measure(report: Report, name: str, keys: Keys) -> None:
-    """One stream with every policy."""
-    listed = keys.tolist()
+def streams(quick: bool) -> Iterator[tuple[str, Keys]]:
+    """All that are on this machine, one in memory at a time."""
+    most = QUICK_READS if quick else None
+    for trace in TRACES:
+        if trace.path() is not None:
+            yield trace.name, trace.keys()[:most]
+    file = real_file()
+    if file is not None:
+        for name, keys in gowalla(file).items():
+            yield f"gowalla {name}", keys[:most]
+    yield "demo", demo(*((20_000, 200_000) if quick else (50_000, 1_000_000)))
+
+
+def by_judge(report: Report, name: str, keys: Keys) -> None:
+    """One stream with every policy of libCacheSim."""
+    capacities = capacities_of(keys, SHARES)
+    report.figures["judge"], found = judge(keys, capacities)
     report.figures[f"{name}: reads, keys"] = f"{len(keys):,}, {int(keys.max()) + 1:,}"
-    misses: dict[str, list[float]] = {}
-    for policy, kind in POLICIES.items():
-        shown = []
-        for capacity in capacities_of(keys, SHARES):
-            get = kind(capacity).get
-            began = time.process_time()
-            hits = sum(map(get, listed))
-            ns = (time.process_time() - began) / len(listed) * 1e9
-            misses.setdefault(policy, []).append(1 - hits / len(listed))
-            shown.append(f"{1 - hits / len(listed):.4f} ({ns:.0f} ns)")
-        report.figures[f"{name}: {policy}"] = " · ".join(shown)
-        over = float(np.mean(np.array(misses[policy]) / np.array(misses["lru"])))
-        report.ratios[f"{name}.{policy}"] = Ratio(over, 1.0, 1, over, 1.0)
+    lru = np.array(found["LRU"])
+    for policy in JUDGED:
+        hits = np.array(found[policy])
+        report.figures[f"{name}: {policy}"] = " · ".join(f"{each:.4f}" for each in hits)
+        if policy != "LRU":
+            over, ahead = float(np.mean((1 - hits) / (1 - lru))), float((hits - lru).max()) * 100
+            report.ratios[f"{name}.{policy}"] = Ratio(over, 1.0, 1, over, 1.0)
+            report.ratios[f"{name}.{policy}_points"] = Ratio(ahead, 1.0, 1, ahead, 0.0)
+
+
+def by_l1(report: Report, name: str, keys: Keys) -> None:
+    """L1 itself, with room for about a tenth of the keys, and the judge's LRU of as many as it held in the end."""
+    room = capacities_of(keys, (0.1,))[0] * (len(RECORD) + 500)
+    found, held = l1_hit_ratio(keys, room)
+    _, judged = judge(keys, (held,), ("LRU",))
+    report.figures[f"{name}: L1 itself, {held:,} records in {room:,} bytes"] = (
+        f"{found:.4f}; libCacheSim's LRU of as many {judged['LRU'][0]:.4f}"
+    )
+
+
+def l1_hit_ratio(keys: Keys, room_bytes: int) -> tuple[float, int]:
+    """What `LocalTier` finds of a stream of records of one size, and how many it holds in the end."""
+    local, entry, hits = LocalTier(room_bytes), Entry(RECORD, 1), 0
+    names = [LocalKey("g", "user_topk", each) for each in range(int(keys.max()) + 1)]
+    for key in keys.tolist():
+        if local.get(names[key]) is not None:
+            hits += 1
+        else:
+            local.put(names[key], entry)
+    return hits / len(keys), len(local)
+
+
+def hits(kind: Callable[[int], Policy], keys: list[int]) -> Callable[[], float]:
+    """Nanoseconds of a hit, where everything is held."""
+    get = kind(max(keys) + 1).get
+    for key in range(max(keys) + 1):
+        get(key)
+
+    def once() -> float:
+        began = time.process_time()
+        for key in keys:
+            get(key)
+        return (time.process_time() - began) / len(keys) * 1e9
+
+    return once
+
+
+def cost(report: Report, options: Options) -> None:
+    """Hits of all references in the same rounds."""
+    keys = zipf(10_000, 100_000 if options.quick else 500_000).tolist()
+    runs = {policy: hits(kind, keys) for policy, kind in POLICIES.items()}
+    baseline = runs.pop("lru")
+    for policy, ratio in alternate(baseline, runs, rounds=options.rounds).items():
+        report.ratios[f"hit.{policy}"] = ratio
 
 
 def main() -> None:
@@ -57,12 +129,16 @@ def main() -> None:
     options = parse(__doc__ or "")
     report = Report("policies")
     report.figures["sizes"] = " · ".join(f"{share:.1%} of keys" for share in SHARES)
-    file = trace_file()
-    if file is not None:
-        keys = orm_busy(file)
-        measure(report, "orm-busy", keys[: 1_000_000 if options.quick else None])
-    users, requests = (20_000, 200_000) if options.quick else (50_000, 1_000_000)
-    measure(report, "demo", demo(users, requests))
+    cost(report, options)
+    if is_there():
+        for name, keys in streams(options.quick):
+            by_judge(report, name, keys)
+            by_l1(report, name, keys)
+        report.absent += missing()
+        if real_file() is None:
+            report.absent.append(f"Gowalla: {DATA} names no folder with gowalla/train.txt.gz")
+    else:
+        report.figures["libCacheSim"] = ABSENT
     report.show(options)
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.bench import peers
+from tests.bench.peers import best_form, best_name
 from tests.bench.tools.feast_side import ABSENT, Row, columns_of, differing, post, write_rows
 from tests.bench.tools.sockets import Driven
 
@@ -34,6 +36,11 @@ def answers() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     # The order of features in an answer is Feast's own.
     arrays = {"scores": scores, "items": [list(row.items) for row in ROWS.values()]}
     forms = {"bytes": feast_answer({"record": records}), "arrays": feast_answer(arrays)}
+    # A vector's features are named with their view.
+    forms |= {
+        f"{form}_vector": feast_answer({f"{form}__{name}": values for name, values in of.items()})
+        for form, of in (("bytes", {"record": list(records)}), ("arrays", deepcopy(arrays)))
+    }
     ours = [{"items": list(row.items), "scores": list(row.scores)} for row in ROWS.values()]
     return forms, ours
 
@@ -57,10 +64,11 @@ def test_equal_records_differ_for_nobody() -> None:
     assert differing(ROWS, forms, ours) == []
 
 
+@pytest.mark.parametrize("kept_as", ["", "_vector"])
 @pytest.mark.parametrize("side", ["record", "items", "scores", "ours", "ours' scores", "absent"])
-def test_a_user_whose_record_differs_anywhere_is_named(side: str) -> None:
+def test_a_user_whose_record_differs_anywhere_is_named(side: str, kept_as: str) -> None:
     forms, ours = answers()
-    columns = columns_of(forms["bytes"]) | columns_of(forms["arrays"])
+    columns = columns_of(forms[f"bytes{kept_as}"]) | columns_of(forms[f"arrays{kept_as}"])
     match side:
         case "record":
             columns["record"][1] = base64.b64encode(RECORD).decode()
@@ -96,6 +104,25 @@ def test_a_request_asks_for_one_form_of_these_users() -> None:
         "features": ["arrays:items", "arrays:scores"],
         "entities": {"user": ["u-1", "u-2"]},
     }
+
+
+def test_a_request_for_the_kept_vector_names_its_service_and_no_feature() -> None:
+    body = post("bytes_vector", ["u-1"]).partition(b"\r\n\r\n")[2]
+
+    asked = {"feature_service": "bytes_vector", "full_feature_names": True}
+    assert json.loads(body) == {**asked, "entities": {"user": ["u-1"]}}
+
+
+def test_feast_is_quoted_in_the_form_that_is_faster() -> None:
+    assert best_form({"bytes": 2.0, "bytes_vector": 1.0}) == "bytes"
+    assert best_form({"bytes": 1.0, "bytes_vector": 2.0}) == "bytes_vector"
+    names = [best_name(1, ""), best_name(1, "_l2"), best_name(100, ""), best_name(100, "_json")]
+    assert names == [
+        "vs_feast_best_batch1_l1",
+        "vs_feast_best_batch1_l2",
+        "vs_feast_best_batch100",
+        "vs_feast_best_batch100_json",
+    ]
 
 
 def test_a_run_knows_its_rate_by_both_clocks() -> None:

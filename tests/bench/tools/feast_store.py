@@ -29,7 +29,11 @@ entity_key_serialization_version: 3
 
 
 def views(source: Path) -> list[Any]:
-    """Two feature views over one file: the record as bytes, and its first items and scores as arrays."""
+    """Two feature views over one file: the record as bytes, and its first items and scores as arrays.
+
+    A feature service of each, named `<view>_vector`, has Feast keep a vector of its features per user
+    (`precompute_online`), which a request reads as one value.
+    """
     feast, types = import_module("feast"), import_module("feast.types")
     user = feast.Entity(name="user", join_keys=["user"], value_type=feast.ValueType.STRING)
     file = feast.FileSource(name="users", path=str(source), timestamp_field="event_timestamp")
@@ -38,16 +42,19 @@ def views(source: Path) -> list[Any]:
         feast.Field(name="items", dtype=types.Array(types.String)),
         feast.Field(name="scores", dtype=types.Array(types.Float32)),
     ]
-    return [
-        user,
-        file,
+    tables = [
         feast.FeatureView(name="bytes", entities=[user], schema=record, source=file),
         feast.FeatureView(name="arrays", entities=[user], schema=arrays, source=file),
     ]
+    services = [
+        feast.FeatureService(name=f"{each.name}_vector", features=[each], precompute_online=True)
+        for each in tables
+    ]
+    return [user, file, *tables, *services]
 
 
 def main() -> None:
-    """Apply and materialise."""
+    """Apply and materialise, which precomputes; a request for a user without a vector fails."""
     folder, redis = Path(sys.argv[1]).resolve(), sys.argv[2]
     (folder / "feature_store.yaml").write_text(REPOSITORY.format(redis=redis))
     store = import_module("feast").FeatureStore(repo_path=str(folder))

@@ -37,6 +37,26 @@ def zipf(keys: int, reads: int, *, skew: float = 1.0, seed: int = 0) -> Keys:
     return np.random.default_rng(seed).choice(keys, reads, p=weights / weights.sum())
 
 
+def gowalla(file: Path, *, mean_session: float = 4.0, seed: int = 0) -> dict[str, Keys]:
+    """Check-ins as requests for their user's list, and for their place's: who and where are real, when is drawn.
+
+    The data has no times. A user's check-ins are cut into sessions, geometric in number; each begins at any moment, and
+    its requests follow each other by a thousandth of the whole on average.
+    """
+    rng = np.random.default_rng(seed)
+    with gzip.open(file, "rt") as lines:
+        rows = [np.array(line.split(), np.int64) for line in lines]
+    users = np.repeat([row[0] for row in rows], [len(row) - 1 for row in rows])
+    places = np.concatenate([rng.permutation(row[1:]) for row in rows])
+    begins = rng.random(len(users)) < 1 / mean_session
+    begins[np.flatnonzero(np.diff(users, prepend=-1))] = True
+    session = np.cumsum(begins) - 1
+    gaps = np.cumsum(rng.exponential(0.001, len(users)))
+    when = rng.random(session[-1] + 1)[session] + gaps - gaps[begins][session]
+    order = np.argsort(when)
+    return {"users": users[order], "places": places[order]}
+
+
 def capacities_of(keys: Keys, shares: Sequence[float]) -> list[int]:
     """Cache sizes in keys, as shares of all keys of the stream."""
     count = int(keys.max()) + 1

@@ -1,0 +1,1 @@
+"""Instruments that others wrote, in an environment of their own."""

@@ -1,0 +1,34 @@
+"""The environment of libCacheSim and LoadGen: found, asked for a version, and running a module of this folder."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.bench.tools.place import cores_at_start
+
+PYTHON = Path(".venv-judges/bin/python")
+ABSENT = "skipped: there is no LoadGen and no libCacheSim here; `make judges-env` installs them in .venv-judges"
+
+
+def is_there() -> bool:
+    """Whether somebody has made it."""
+    return PYTHON.exists()
+
+
+def ask(program: str, job: Mapping[str, Any], timeout_s: float, *, last_core: bool = False) -> Any:
+    """Run a program of theirs on a job, and read the JSON on the last line that it says.
+
+    Raises RuntimeError with its last words where it fails, TimeoutExpired where it takes too long.
+    """
+    command: list[str] = [str(PYTHON), program]
+    if last_core and len(cores_at_start) >= 2:
+        command = ["taskset", "-c", str(cores_at_start[-1]), *command]
+    said = subprocess.run(
+        command, input=json.dumps(job), capture_output=True, text=True, timeout=timeout_s
+    )
+    if said.returncode != 0:
+        what = f"{Path(program).name} failed with {said.returncode}"
+        raise RuntimeError(f"{what}:\n{said.stdout[-500:]}{said.stderr[-2000:]}")
+    return json.loads(said.stdout.splitlines()[-1])

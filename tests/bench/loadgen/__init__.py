@@ -1,0 +1,1 @@
+"""A bench whose load comes from MLPerf's load generator."""
