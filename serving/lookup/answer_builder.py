@@ -161,9 +161,11 @@ class Reply:
         turn: Turn,
         told: Mapping[str, bool],
     ) -> None:
-        """Answers with the best of what passes the filter; `told` are fields that are true of its vector."""
+        """Answers with the best of what passes the filter; `told` are fields that are true of its vector.
+
+        The case's reason is that vector's.
+        """
         prediction = listed(snapshot, *found, case.k, turn.reranker(snapshot))
-        case.reason = None
         self._finish(case, prediction, snapshot, source, producer, turn, told)
 
     def settle(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:

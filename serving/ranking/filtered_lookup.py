@@ -22,11 +22,12 @@ from serving.requests.models import Ask
 
 
 class VectorOf(NamedTuple):
-    """Vector of an entity, and where it came from."""
+    """Vector of an entity, where it came from, and why it was not a stored one."""
 
     vector: NDArray[np.float32]
     source: Source
     producer: str
+    reason: str | None
     told: Mapping[str, bool] = MappingProxyType({})
     """Fields of an answer that are true because of it."""
 
@@ -64,6 +65,7 @@ class FilteredLookup:
             pace = YieldPacer(turn.options)
             for (case, each), best in zip(known, found or (), strict=False):
                 await pace.step(case.entity)
+                case.reason = each.reason
                 self._ladder.reply.searched(
                     case, snapshot, best, each.source, each.producer, turn, each.told
                 )
@@ -87,7 +89,10 @@ class FilteredLookup:
         for place, case in enumerate(cases):
             if (ordinal := case.own_ordinal) is not None:
                 source = Source.LIVE if case.found is None else Source(case.found.tier)
-                found[place] = VectorOf(snapshot.items.vectors[ordinal], source, "batch")
+                found[place] = VectorOf(
+                    snapshot.items.vectors[ordinal], source, "batch",
+                    case.reason if case.found is None else None,
+                )  # fmt: skip
         if users:
             table = vector_table(snapshot).name
             entities = tuple(cases[place].entity.of_table(table) for place in users)
@@ -97,8 +102,9 @@ class FilteredLookup:
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
                     told = {"approximate": True} if answer.get("approximate") else {}
                     found[place] = VectorOf(
-                        answer["vector"], answer["source"], answer["producer"], told
-                    )
+                        answer["vector"], answer["source"], answer["producer"],
+                        answer.get("reason"), told,
+                    )  # fmt: skip
         return found
 
 

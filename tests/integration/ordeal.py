@@ -203,10 +203,7 @@ class Ordeal:
 
     async def held(self) -> dict[str, float]:
         """What the process holds: tasks, descriptors, threads and private memory in kB."""
-        text = (await get(self.service.url, "/metrics"))[1].decode()
-        lines = [line for line in text.splitlines() if line.startswith(troubled_service.HELD + "{")]
-        found = [line.removeprefix(troubled_service.HELD).rpartition(" ") for line in lines]
-        return {labels.split('"')[1]: float(value) for labels, _, value in found}
+        return troubled_service.held_of((await get(self.service.url, "/metrics"))[1].decode())
 
 
 @contextlib.asynccontextmanager

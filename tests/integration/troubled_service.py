@@ -42,6 +42,13 @@ class Held(Collector):
         yield family
 
 
+def held_of(exposed: str) -> dict[str, float]:
+    """What `Held` told, by name, in metrics as they are exposed."""
+    lines = [line for line in exposed.splitlines() if line.startswith(HELD + "{")]
+    found = [line.removeprefix(HELD).rpartition(" ") for line in lines]
+    return {labels.split('"')[1]: float(value) for labels, _, value in found}
+
+
 def trouble(file: Path) -> None:
     """Makes live inference obey the file; opening a generation is left alone."""
     real = Predictor.predict

@@ -24,7 +24,8 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
     vectors = {
         "user_vector": TableConfig("user_vector", precision="f4")
     }  # what scores are exact by
-    world = EventWorld(replace(config, tables={**config.tables, **vectors}))
+    sources = replace(config.sources, item_attributes=("category",))
+    world = EventWorld(replace(config, tables={**config.tables, **vectors}, sources=sources))
     return world, world.publish()
 
 
@@ -84,6 +85,20 @@ async def test_every_way_of_asking_gets_the_same_answer(told: Told) -> None:
     assert many[1]["events"] == 2
     ranked = await told.app.post("/v1/score", {"user": user, "items": items[::-1]})
     assert same_list(ranked, items, scores) and ranked["events"] == 2
+
+
+async def test_what_passes_a_filter_says_as_well_that_newer_events_are_why_it_is_live(
+    told: Told,
+) -> None:
+    user = told.world.known[30]
+    await told.clicks(user, told.world.items[5])
+    body = {"entities": [user], "k": 50, "filter": {"==": ["category", "bags"]}}
+
+    (answer,) = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+
+    assert (answer["source"], answer["reason"], answer["events"]) == ("live", "newer_events", 1)
+    counted = await told.app.counted("larder_misses_total")
+    assert counted["newer_events", "user_topk"] and ("internal_error", "user_topk") not in counted
 
 
 async def test_what_callers_send_of_known_users_is_left_out_and_changes_nothing_else(

@@ -1,0 +1,183 @@
+"""Mixed requests in open loop for hours, each answer judged: hits, live, strangers, filters, batches and events."""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import quote
+
+import numpy as np
+import orjson
+
+from infra.demo.http import HttpConnection
+from serving.answers.sources import STORED, Source
+from tests.integration.ordeal import Lists
+
+CONNECTIONS: Final = 32
+BATCH: Final = 50
+K: Final = 10
+SHARES: Final = {
+    "one": 0.52, "batch": 0.06, "live": 0.10, "fresh": 0.03, "stranger": 0.08, "filtered": 0.08,
+    "tables": 0.05, "events": 0.08,
+}  # fmt: skip
+"""Share of each kind of request."""
+
+
+@dataclass
+class MixedLoad:
+    """Requests of all kinds at a rate, and what was wrong with their answers.
+
+    `lists`: of each generation, from its page files; users are drawn by Zipf 1.0.
+    """
+
+    users: list[str]
+    category: Mapping[str, str]
+    rng: np.random.Generator
+    lists: Lists
+    newest_us: int = 0
+    """Time of the next event, before the cut of the next night."""
+    requests: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)
+    generations: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    _sent: int = 0
+
+    def __post_init__(self) -> None:
+        weights = np.cumsum(1 / np.arange(1, len(self.users) + 1))
+        self._cumulated = weights / weights[-1]
+        self._items = sorted(self.category)
+        self._kinds = list(SHARES)
+        shares = np.cumsum(list(SHARES.values()))
+        self._shares = shares / shares[-1]
+
+    async def drive(self, url: str, *, rate: float, is_over: Callable[[], bool]) -> None:
+        """Poisson arrivals at `rate` per second; times count from when each was due."""
+        arrivals = self._arrivals(rate)
+
+        async def call() -> None:
+            async with HttpConnection(url) as connection:
+                while not is_over():
+                    due = next(arrivals)
+                    await asyncio.sleep(max(0.0, due - time.monotonic()))
+                    await self._ask(connection)
+                    self.seconds.append(time.monotonic() - due)
+
+        await asyncio.gather(*(call() for _ in range(CONNECTIONS)))
+
+    def _arrivals(self, rate: float) -> Iterator[float]:
+        due = time.monotonic()
+        for _ in itertools.count():
+            due += float(self.rng.exponential(1 / rate))
+            yield due
+
+    async def _ask(self, connection: HttpConnection) -> None:
+        kind = self._kinds[int(np.searchsorted(self._shares, self.rng.random()))]
+        path, body = getattr(self, f"_{kind}")()
+        try:
+            method, raw = ("POST", orjson.dumps(body)) if body else ("GET", b"")
+            status, found = await connection.request(method, path, raw)
+        except (OSError, EOFError, TimeoutError) as error:
+            self.wrong.append(f"{kind} {path}: {type(error).__name__} {error}")
+            return
+        finally:
+            self.requests += 1
+            self.kinds[kind] += 1
+        if status != (202 if kind == "events" else 200):
+            self.wrong.append(f"{kind} {path}: {status} {found[:300]!r}")
+        elif kind == "events":
+            self._judge_events(orjson.loads(found))
+        else:
+            self._judge(kind, body, orjson.loads(found))
+
+    def _judge_events(self, told: Mapping[str, Any]) -> None:
+        if told["accepted"] != 1:
+            self.wrong.append(f"events: {told}")
+
+    def _judge(self, kind: str, body: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+        answers = told["answers"] if body else [told]
+        # One answer is of one generation, also in a batch while a flip is under way; a lower rung says so itself.
+        seen = {each["generation"] for each in answers if each["source"] != Source.PREVIOUS}
+        if len(seen) > 1:
+            self.wrong.append(f"{kind}: an answer of {sorted(seen)}")
+        for each in answers:
+            self.sources[each["source"]] += 1
+            self.generations[each["generation"]] += 1
+            if each["generation"] not in self.lists:
+                self.wrong.append(f"{kind} {each['id']}: {each['generation']} is no generation")
+            elif each["source"] not in STORED and not each.get("reason"):
+                self.wrong.append(f"{kind} {each['id']}: {each['source']} without a reason")
+            elif each["table"] == "user_topk":
+                self._judge_items(kind, body, each)
+
+    def _judge_items(self, kind: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+        items = tuple(answer["items"])
+        if kind == "filtered":
+            wanted = body["filter"]["=="][1]
+            if any(self.category[each] != wanted for each in items):
+                self.wrong.append(f"filtered {answer['id']}: not {wanted} alone")
+        elif history := next((each.get("history") for each in body.get("entities", ())), None):
+            if set(history).intersection(items):
+                self.wrong.append(f"{kind} {answer['id']}: history came back")
+        elif answer.get("producer") == "batch" and not answer.get("events"):
+            # With newer events the list is what is left of it, or what was computed.
+            expected = self.lists[answer["generation"]].get(answer["id"], ())
+            if items != expected[:K]:
+                self.wrong.append(f"{kind} {answer['id']}: not the list of {answer['generation']}")
+
+    def _user(self) -> str:
+        return self.users[int(np.searchsorted(self._cumulated, self.rng.random()))]
+
+    def _history(self) -> list[str]:
+        return [str(each) for each in self.rng.choice(self._items, 6, replace=False)]
+
+    def _one(self) -> tuple[str, dict[str, Any]]:
+        return f"/v1/lookup/user_topk/{quote(self._user(), safe='')}?k={K}", {}
+
+    def _batch(self) -> tuple[str, dict[str, Any]]:
+        users = dict.fromkeys(self._user() for _ in range(BATCH))
+        return "/v1/lookup/user_topk", {"entities": [{"id": each} for each in users], "k": K}
+
+    def _live(self) -> tuple[str, dict[str, Any]]:
+        entity = {"id": f"new-{self.rng.integers(1 << 40)}", "history": self._history()}
+        return "/v1/lookup/user_topk", {"entities": [entity], "k": K}
+
+    def _fresh(self) -> tuple[str, dict[str, Any]]:
+        entity = {"id": self._user(), "history": self._history()}
+        return "/v1/lookup/user_topk", {"entities": [entity], "k": K, "fresh": True}
+
+    def _stranger(self) -> tuple[str, dict[str, Any]]:
+        return f"/v1/lookup/user_topk/nobody-{self.rng.integers(1 << 40)}?k={K}", {}
+
+    def _filtered(self) -> tuple[str, dict[str, Any]]:
+        category = self.category[self._items[int(self.rng.integers(len(self._items)))]]
+        filter_ = {"==": ["category", category]}
+        return "/v1/lookup/user_topk", {
+            "entities": [{"id": self._user()}], "k": K, "filter": filter_,
+        }  # fmt: skip
+
+    def _tables(self) -> tuple[str, dict[str, Any]]:
+        user, item = self._user(), self._items[int(self.rng.integers(len(self._items)))]
+        entities = [
+            {"table": "user_vector", "id": user}, {"table": "user_affinity", "id": user},
+            {"table": "item_similar", "id": item}, {"table": "item_vector", "id": item},
+        ]  # fmt: skip
+        return "/v1/lookup", {"entities": entities, "k": K}
+
+    def _events(self) -> tuple[str, dict[str, Any]]:
+        self._sent += 1
+        self.newest_us += 1
+        item = self._items[int(self.rng.integers(len(self._items)))]
+        # Of the long tail: those who are asked for most are to be answered with the night's list.
+        user = self.users[int(self.rng.integers(len(self.users) // 2, len(self.users)))]
+        event = {
+            "id": f"soak-{self._sent}",
+            "user": user,
+            "item": item,
+            "time": self.newest_us / 1e6,
+        }
+        return "/v1/events", {"events": [event]}

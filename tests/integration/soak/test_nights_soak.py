@@ -1,0 +1,208 @@
+"""Mixed load over nights that follow each other: nothing fails or mixes, and what the service holds stays flat."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import redis.asyncio
+from numpy.typing import NDArray
+
+from cache.config.events import EventsConfig
+from cache.control.night_steps import NIGHT
+from cache.process.redis_server import RedisServer
+from infra.demo.http import get
+from infra.local.service import ServiceProcess
+from precompute.builds.night import Night
+from precompute.config.settings import NightConfig
+from precompute.operations.night import step_in_night
+from precompute.steps import take_events
+from tests.integration import troubled_service
+from tests.integration.nights import UNTIL, environment, histories, prepare, top_lists
+from tests.integration.serving_app import eventually
+from tests.integration.soak.flat import growth
+from tests.integration.soak.mixed_load import MixedLoad
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="what a process holds is read from /proc"
+)
+SEED: Final = 26
+GROWTH_MAX: Final = {
+    "RssAnon": 8 << 10, "descriptors": 5.0, "Threads": 2.0, "tasks": 4.0, "redis_kb": 4 << 10
+}  # fmt: skip
+"""Growth over the second half, by its slope; kB of private memory and of Redis."""
+WIDE: Final = {
+    "skew_overlap": 0.0, "int8_overlap": 0.0, "list_jaccard": 0.0, "top_items_of_live": 100.0, "score_psi": 100.0,
+    "distinct_lists_of_live": 0.0, "heldout_of_live": 0.0, "stale_lists": 1.0,
+}  # fmt: skip
+"""Gates on what is unusual: clicks at random, some on each of few users, are."""
+LOOKS: Final = 4
+LISTS_KEPT: Final = 4
+"""Generations whose lists are at hand: live, previous, the one to come, and one more."""
+
+
+@dataclass
+class Soak:
+    """The service, its load and its nights."""
+
+    night: NightConfig
+    service: ServiceProcess
+    load: MixedLoad
+    nights: int = 0
+
+    def next_night(self) -> str:
+        """A whole night whose lists are known before anybody can get one."""
+        cut = datetime.fromisoformat(UNTIL) + timedelta(hours=self.nights)
+        night = Night(self.night, f"soak-{uuid.uuid4().hex[:8]}", cut.isoformat())
+        if self.nights:
+            take_events.run(self.night)
+        for name in NIGHT:
+            if name == "publish":
+                generation = str(night.build["generation"])
+                self.load.lists = {**self.load.lists, generation: self._lists(generation)}
+            row = step_in_night(name)(night)
+            if not night.build:
+                night = replace(night, build=row.found)
+        self.nights += 1
+        self.load.newest_us = round(cut.timestamp() * 1e6)
+        kept = list(self.load.lists)[-LISTS_KEPT:]
+        self.load.lists = {each: self.load.lists[each] for each in kept}
+        return generation
+
+    def _lists(self, generation: str) -> dict[str, tuple[str, ...]]:
+        return dict(top_lists(self.night, generation, self.load.users))
+
+    async def held(self) -> dict[str, float]:
+        """Tasks, descriptors, threads and private memory of the service, and what Redis uses: the least of some looks.
+
+        What requests need while they are under way differs between them.
+        """
+        looks = [await self._look() for _ in range(LOOKS)]
+        return {name: min(each[name] for each in looks) for name in looks[0]}
+
+    async def _look(self) -> dict[str, float]:
+        async with redis.asyncio.Redis.from_url(str(self.night.redis_url)) as client:
+            used = int((await client.info("memory"))["used_memory"])
+        text = (await get(self.service.url, "/metrics"))[1].decode()
+        return {**troubled_service.held_of(text), "redis_kb": used / 1024}
+
+
+@pytest.fixture
+async def soak(tmp_path: Path, own_redis: RedisServer) -> AsyncIterator[Soak]:
+    config = prepare(tmp_path / "night", own_redis.url, seed=SEED, users=1_000, items=300)
+    config = replace(
+        config,
+        events=EventsConfig(enabled=True, keep_s=600.0),
+        events_url=own_redis.url,
+        gates=replace(config.gates, **WIDE),
+        sources=replace(config.sources, item_attributes=("category",)),
+    )
+    items = pq.read_table(config.path("items.parquet")).to_pydict()
+    load = MixedLoad(
+        sorted(histories(config)),
+        dict(zip(items["item"], items["category"], strict=True)),
+        np.random.default_rng(SEED),
+        {},
+    )
+    (tmp_path / "larder.toml").write_text("[events]\nenabled = true\nkeep_s = 600.0\n")
+    environ = environment(
+        config,
+        LARDER_CONFIG=str(tmp_path / "larder.toml"),
+        LARDER_EVENTS_URL=own_redis.url,
+        # Little: it is full soon, so that what grows afterwards is a leak.
+        LARDER_L1_BYTES=str(128 << 10),
+        LARDER_OVERLAY_TTL_S="60",
+        # What is refused by a machine that others load is no finding here; the benches of overload are about that.
+        LARDER_QUEUE_TARGET_MS="2000",
+    )
+    service = ServiceProcess(tmp_path / "log", environ, module=troubled_service.__name__)
+    running = Soak(config, service, load)
+    await asyncio.to_thread(running.next_night)
+    await asyncio.to_thread(service.__enter__)
+    try:
+        yield running
+    finally:
+        await asyncio.to_thread(service.__exit__, None, None, None)
+
+
+def looked(
+    at_s: float, held: dict[str, float], load: MixedLoad, lately_ms: NDArray[np.float64]
+) -> str:
+    """A line of the log."""
+    p50, p99 = np.quantile(lately_ms, (0.5, 0.99))
+    shown = ", ".join(f"{name} {value:,.0f}" for name, value in held.items())
+    return (
+        f"{at_s:6.0f} s {load.requests:8} requests, p50 {p50:5.1f} ms, p99 {p99:6.1f} ms, "
+        f"{len(load.wrong)} wrong: {shown}"
+    )
+
+
+async def soaked(soak: Soak, *, seconds: float, rate: float, nights: int, look_s: float) -> None:
+    """Load for so long, that many nights meanwhile, a look at what is held every `look_s`; then the judgement."""
+    load, began = soak.load, time.monotonic()
+    looks: list[tuple[float, dict[str, float]]] = []
+
+    def is_over() -> bool:
+        return time.monotonic() - began >= seconds and following.done()
+
+    async def follow_nights() -> None:
+        for number in range(nights):
+            due = began + (number + 0.5) * seconds / nights
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            generation = await asyncio.to_thread(soak.next_night)
+            took_s = time.monotonic() - max(due, began)
+            print(f"night {soak.nights}: {generation} in {took_s:.1f} s", flush=True)
+            assert await eventually(partial(answered, generation), 60)
+
+    async def answered(generation: str) -> bool:
+        return load.generations[generation] > 0
+
+    async def look() -> None:
+        told, complained = 0, 0
+        while not is_over():
+            looks.append((time.monotonic() - began, await soak.held()))
+            lately = np.asarray(load.seconds[told:] or [0.0]) * 1000
+            told = len(load.seconds)
+            print(
+                looked(*looks[-1], load, lately), *load.wrong[complained:][:5], sep="\n", flush=True
+            )
+            complained = len(load.wrong)
+            await asyncio.sleep(look_s)
+
+    following = asyncio.create_task(follow_nights())
+    await asyncio.gather(
+        following, look(), load.drive(soak.service.url, rate=rate, is_over=is_over)
+    )
+    print(f"kinds {dict(load.kinds)}\nsources {dict(load.sources)}")
+    print(
+        f"{len(load.generations)} generations answered, {len(load.wrong)} wrong: {load.wrong[:20]}"
+    )
+    grown = {}
+    for name, most in GROWTH_MAX.items():
+        values = [each[name] for _, each in looks]
+        grown[name] = growth([at for at, _ in looks], values)
+        print(
+            f"{name}: {values[0]:,.0f} first, {np.median(values):,.0f} median, {max(values):,.0f} most, "
+            f"growth over the second half {grown[name]:+,.1f} (at most {most:,.0f})"
+        )
+
+    assert load.wrong == []
+    assert len(load.generations) == nights + 1
+    assert {name for name, more in grown.items() if more > GROWTH_MAX[name]} == set()
+
+
+async def test_nights_under_mixed_load_leave_nothing_behind(soak: Soak) -> None:
+    await soaked(soak, seconds=9, rate=120, nights=2, look_s=0.5)
+
+
+@pytest.mark.storm
+async def test_two_hours_of_nights_under_mixed_load_stay_flat(soak: Soak, soak_s: float) -> None:
+    await soaked(soak, seconds=soak_s, rate=100, nights=12, look_s=min(10.0, soak_s / 100))
