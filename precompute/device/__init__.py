@@ -1,4 +1,4 @@
-"""Exact top-K on GPUs, by torch.
+"""Exact top-K on GPUs, by kernels of its own and by torch.
 
-Imports topk. Start at `scorer`.
+Imports topk. Start at `scorer`; `fused` and `search` are two ways to the same lists.
 """
