@@ -18,7 +18,7 @@ from precompute.device import search as operators
 from precompute.device.items import LANES, UNDERFLOW, Columns, DeviceItems, Queries
 from precompute.device.search import SearchShape, judged
 
-FETCH_MOST = 512
+FETCH_MOST = 1 << 11
 """Groups of a user that are scored: for longer lists torch's operators do."""
 BLOCKS_MOST = 1 << 14
 WIDTH_MOST = 512
