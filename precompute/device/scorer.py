@@ -205,7 +205,7 @@ class DeviceScorer:
             users = np.ascontiguousarray(asked.users[where])
             compared = unit(users) if self._compared.metric == "cosine" else users
             queries = self._items.queries(users, compared)
-            pairs = self._items.pairs(asked.gone.take(rows))
+            pairs = self._items.pairs(asked.gone, where)
             by = self._by_kernels(asked, shape.fetch)
             keys, certain = (by.search if by else search)(
                 self._items, asked.columns, queries, pairs, asked.k, shape
