@@ -10,6 +10,9 @@ from pathlib import Path
 # Before NumPy is imported: matrices are tiny here, and more threads of BLAS only spin while they wait for one another
 # (choosing a model takes 9 processor seconds with two, 2.3 with one). Programs that it starts inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before Triton is imported: its kernels then run as numpy does, unless there is a GPU to test on.
+if os.environ.get("LARDER_TEST_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -3,5 +3,3 @@
 import os
 
 DEVICE = os.environ.get("LARDER_TEST_DEVICE", "cpu")
-if DEVICE == "cpu":  # before triton is imported: its kernels then run as numpy does
-    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -223,7 +223,7 @@ def _check_vectors(name: str, vectors: NDArray[np.float32], dims: int | None) ->
         raise ConfigError(f"{name} have {vectors.shape[1]} dimensions, the items {dims}")
     # A sum is finite only if all are; the rare sum that overflows is looked at closely.
     with np.errstate(over="ignore", invalid="ignore"):
-        suspect = not np.isfinite(vectors.sum(dtype=np.float64))
+        suspect = not np.isfinite(vectors.sum())
     if suspect:
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):

@@ -18,11 +18,11 @@ from precompute.device import search as operators
 from precompute.device.items import LANES, UNDERFLOW, Columns, DeviceItems, Queries
 from precompute.device.search import SearchShape, judged
 
-FETCH_MOST = 512
+FETCH_MOST = 1 << 11
 """Groups of a user that are scored: for longer lists torch's operators do."""
 BLOCKS_MOST = 1 << 14
 WIDTH_MOST = 512
-_ROWS_MOST = 1 << 14
+_ROWS_MOST = 1 << 13
 _PROGRAMS = 1 << 13
 """Programs of a large product, many times those under way at once: the last to end then wait for few."""
 _NO_ITEMS = -3e4

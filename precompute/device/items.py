@@ -144,12 +144,20 @@ class DeviceItems:
             in_order(ours), own, *encoded(theirs, scale[:, None], self.codes.dtype), scale, size
         )
 
-    def pairs(self, gone: Histories) -> tuple[torch.Tensor, torch.Tensor]:
+    def pairs(
+        self, gone: Histories, rows: slice | NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(row, ordinal) int64 of all that some users have; an ordinal that is not one is the number of items."""
+        if isinstance(rows, slice):  # neighbours' histories lie side by side
+            indptr = gone.indptr[rows.start : rows.stop + 1]
+            indices = gone.indices[indptr[0] : indptr[-1]]
+        else:
+            part = gone.take(rows)
+            indptr, indices = part.indptr, part.indices
         device, items = self.codes.device, len(self.order)
-        counts, ordinals = (moved(each, device) for each in (np.diff(gone.indptr), gone.indices))
-        rows = torch.arange(len(gone), device=device)
-        owners = rows.repeat_interleave(counts, output_size=len(gone.indices))
+        counts, ordinals = (moved(each, device) for each in (np.diff(indptr), indices))
+        owners = torch.arange(len(counts), device=device)
+        owners = owners.repeat_interleave(counts, output_size=len(indices))
         return owners, torch.where((ordinals >= 0) & (ordinals < items), ordinals, items)
 
     def margin(

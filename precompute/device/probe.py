@@ -21,9 +21,12 @@ def kernels_for(dims: int, device: torch.device, wanted: bool | None) -> ModuleT
 
         if dims > fused.WIDTH_MOST:
             why = f"the kernels take vectors of up to {fused.WIDTH_MOST} numbers, these have {dims}"
-        elif fused.agrees(dims, device):
-            return fused
         else:
+            with torch.cuda.device(
+                device if device.type == "cuda" else -1
+            ):  # Triton's is the current one
+                if fused.agrees(dims, device):
+                    return fused
             why = "its kernels' lists differ from the operators'"
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """Request of one call of `top`, and the arrays that its answer fills."""
+    """Request of one call of `top`, and the arrays that its answer fills; `fused` where the kernels are to do it."""
 
     users: NDArray[np.float32]
     k: int
@@ -50,7 +50,7 @@ class _Asked:
     out: Top
     told: Callable[[int], None]
     room_bytes: int
-    fused: ModuleType | None
+    fused: ModuleType | None = None
 
 
 class DeviceScorer:
@@ -129,16 +129,15 @@ class DeviceScorer:
         told = progress or (lambda _: None)
         left = np.arange(len(users))
         try:
-            asked = _Asked(
-                users, k, gone, self._columns(allowed), out, told, self._room_bytes(), self._fused
-            )
+            asked = _Asked(users, k, gone, self._columns(allowed), out, told, self._room_bytes())
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             self._give_up(error)
         else:
-            for spare in _SPARES:
+            # Bounds in half precision cannot tell everything: last come the operators.
+            attempts = [(each, self._fused) for each in _SPARES]
+            for spare, by in attempts + [(_SPARES[-1], None)] * (self._fused is not None):
                 if len(left) and not self.has_failed:
-                    left = self._attempt(asked, left, k + k // 4 + spare)
-                    asked = replace(asked, fused=None)  # bounds in half precision said all they can
+                    left = self._attempt(replace(asked, fused=by), left, k + k // 4 + spare)
         if len(left):
             rest = self._whole_rest if self.has_failed else self._few
             part = rest.top(
@@ -206,7 +205,7 @@ class DeviceScorer:
             users = np.ascontiguousarray(asked.users[where])
             compared = unit(users) if self._compared.metric == "cosine" else users
             queries = self._items.queries(users, compared)
-            pairs = self._items.pairs(asked.gone.take(rows))
+            pairs = self._items.pairs(asked.gone, where)
             by = self._by_kernels(asked, shape.fetch)
             keys, certain = (by.search if by else search)(
                 self._items, asked.columns, queries, pairs, asked.k, shape

@@ -71,7 +71,8 @@ def assert_same(users, items, k, excluded, metric="inner_product", allowed=None)
 @pytest.mark.usefixtures("agreed")
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
 @pytest.mark.parametrize(
-    ("users", "items", "dims", "k"), [(1, 1, 1, 1), (20, 300, 37, 20), (9, 2500, 128, 100)]
+    ("users", "items", "dims", "k"),
+    [(1, 1, 1, 1), (20, 300, 37, 20), (9, 2500, 128, 100), (2, 1300, 9, 1000)],
 )
 def test_lists_have_the_bits_of_the_processor(looked_again, metric, users, items, dims, k):
     queries, vectors, excluded = make(users, items, dims, seed=dims)

@@ -1,0 +1,61 @@
+"""The kernels as they are compiled for an H100 or H200, on a machine that has none: what each needs, as JSON lines."""
+
+import json
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from precompute.device import fused, kernels
+
+HOPPER = GPUTarget("cuda", 90, 32)
+HALF, FLOAT, INT, LONG = "*fp16", "*fp32", "*i32", "*i64"
+TYPES = {
+    "maxima": [HALF, FLOAT, FLOAT, HALF, FLOAT, FLOAT, HALF, HALF, "i32", "i32", "i32", "fp32"],
+    "best_of": [HALF, INT, INT, INT, INT, FLOAT, "i32", "i32", "i32"],
+    "exact": [FLOAT, FLOAT, FLOAT, FLOAT, INT, LONG, LONG, LONG, LONG, "i32", "i32", "i32"],
+}
+
+
+def compiled(name: str, options: dict[str, Any], **constants: Any) -> dict[str, Any]:
+    """Compiles one kernel, and counts what matters in it."""
+    kernel = getattr(kernels, name)
+    types = TYPES[name] + ["constexpr"] * len(constants)
+    source = ASTSource(
+        fn=kernel,
+        signature=dict(zip(kernel.arg_names, types, strict=True)),
+        constexprs={(kernel.arg_names.index(each),): value for each, value in constants.items()},
+        attrs={(at,): [["tt.divisibility", 16]] for at, kind in enumerate(types) if kind[0] == "*"},
+    )
+    done = triton.compile(source, target=HOPPER, options=options)
+    code = done.asm["ptx"]
+    return {
+        "name": name,
+        "shared_bytes": done.metadata.shared,
+        "warpgroup_products": code.count("wgmma.mma_async"),
+        "fused_multiply_adds": code.count("fma.rn"),
+        "approximate_divisions": code.count("div.full") + code.count("div.approx"),
+    }
+
+
+def main() -> None:
+    """Compile what 1 M items need, of 40 numbers to the widest."""
+    for width in (40, 128, 256, fused.WIDTH_MOST):
+        depth = 1 << (width - 1).bit_length()
+        tiles = fused.tiles_of(1 << 14, width, torch.device("cuda"))
+        shape = {"width": width, "depth": depth, "height": tiles.users, "lanes": 64, "size": 4}
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        print(json.dumps(compiled("maxima", options, **shape, stages=tiles.stages)), flush=True)
+    for span in (0, 64):
+        shape = {"height": 1, "capacity": 256, "span": span, "step": 1024}
+        print(json.dumps(compiled("best_of", {"num_warps": 4}, **shape)), flush=True)
+    for cosine in (False, True):
+        shape = {"steps": 32, "lanes": 64, "size": 4, "capacity": 256, "part": 128}
+        options = {"num_warps": 4, "enable_fp_fusion": False}
+        print(json.dumps(compiled("exact", options, **shape, cosine=cosine)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
