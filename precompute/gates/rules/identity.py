@@ -15,6 +15,7 @@ from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.evidence.verdict import Measured
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
+from precompute.reuse.computed_by import computed_by
 from precompute.reuse.kept_shard import reasons_file
 from precompute.scoring.items import ItemWork
 from precompute.scoring.shard import Scorers
@@ -36,8 +37,12 @@ def identity(candidate: Candidate) -> Measured:
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
     scorers = Scorers(build.config.device, build.config.device_tasks)
-    wrong, looked_at, noted = 0, 0, ""
+    wrong, looked_at, noted, elsewhere = 0, 0, "", []
     for shard in shards:
+        # Another processor, or a GPU that is not here, gives a model's outputs other last bits.
+        if build.need(shard_report(shard))["computed_by"] != computed_by(scorers.at(shard).device):
+            elsewhere.append(shard)
+            continue
         users = ShardWork.of(build, bundle, shard, scorers)
         items = ItemWork.of(build, bundle, shard, scorers)
         both = (
@@ -49,7 +54,10 @@ def identity(candidate: Candidate) -> Measured:
             wrong += not is_same
             if not (is_same or noted):
                 noted = f"the record of {who} in {table} is not what computing it gives"
-    return Measured(not wrong, wrong, 0, noted or f"{looked_at:,} records computed again")
+    said = f"{looked_at:,} records computed again"
+    if elsewhere:
+        said += f"; not those of shards {elsewhere}, which other instructions or devices computed"
+    return Measured(not wrong, wrong, 0, noted or said)
 
 
 def _few(candidate: Candidate, shard: int, count: int, most: int) -> np.random.Generator:

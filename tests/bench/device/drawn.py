@@ -1,5 +1,6 @@
 """A drawn night of any size: a bundle with programs, clicks, and its shards scored from partition to pages."""
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,31 +47,37 @@ def write_clicks(path: Path, size: DrawnSize) -> None:
     pq.write_table(pa.table(columns), path)
 
 
-def write_models(folder: Path, size: DrawnSize) -> None:
-    """A bundle of one vector for each item, and the sum of those that a user had, as ONNX and as programs."""
-    from precompute.bundles import exports  # torch, for which nobody waits who has no device
-
+def write_models(folder: Path, size: DrawnSize, *, programs: bool) -> None:
+    """A bundle of one vector for each item, and the sum of those that a user had, as ONNX and perhaps as programs."""
+    history_program = item_program = None
     vectors = np.random.default_rng(1).standard_normal((size.items, size.dims), np.float32)
     padded = np.concatenate([vectors, np.zeros((1, size.dims), np.float32)])
+    if programs:
+        from precompute.bundles import exports  # torch, for which nobody waits who has no device
+
+        history_program, item_program = exports.history_tower(padded), exports.item_tower(vectors)
     history = InputSpec("history", "history", "int32", max_length=256, pad=size.items)
     index = InputSpec("item_index", "item_index", "int32")
     write_bundle(
         folder, name="drawn", version="1", dims=size.dims, item_ids=_texts(np.arange(size.items)),
         user_tower=ModelFile(
             graphs.history_tower(padded), TowerSpec((history,), "vector", size.dims),
-            program=exports.history_tower(padded),
+            program=history_program,
         ),
         item_tower=ModelFile(
             graphs.item_tower(vectors), TowerSpec((index,), "vector", size.dims), entity="item",
-            program=exports.item_tower(vectors),
+            program=item_program,
         ),
     )  # fmt: skip
 
 
-def drawn_config(folder: Path, size: DrawnSize, device: str, **more: Any) -> NightConfig:
+def drawn_config(
+    folder: Path, size: DrawnSize, device: str, *, programs: bool = True, **more: Any
+) -> NightConfig:
     """Settings of a drawn night, its sources and bundle written."""
+    folder.mkdir(parents=True, exist_ok=True)
     write_clicks(folder / "clicks.parquet", size)
-    write_models(folder / "bundle", size)
+    write_models(folder / "bundle", size, programs=programs)
     return NightConfig(
         artifacts=str(folder / "artifacts"), state=str(folder / "state"), bundle=str(folder / "bundle"),
         shards=SHARDS, device=device, sources=Sources((str(folder / "clicks.parquet"),)),
@@ -81,15 +88,20 @@ def drawn_config(folder: Path, size: DrawnSize, device: str, **more: Any) -> Nig
 class DrawnShards:
     """The shards of a drawn night, which are scored again and again by one process, as a worker would."""
 
-    def __init__(self, folder: Path, size: DrawnSize, device: str, redis_url: str) -> None:
-        self.config = drawn_config(folder, size, device, redis_url=redis_url)
+    def __init__(
+        self, folder: Path, size: DrawnSize, device: str, redis_url: str, *, programs: bool = True
+    ) -> None:
+        tasks = int(os.environ.get("LARDER_DEVICE_TASKS", "1"))
+        self.config = drawn_config(
+            folder, size, device, programs=programs, redis_url=redis_url, device_tasks=tasks
+        )
         started = time.perf_counter()
         self.build = begin.run(self.config, data_until=UNTIL, run_after=None)
         self.begin_s = time.perf_counter() - started
         started = time.perf_counter()
         embed_items.run(self.config, self.build)
         self.embed_s = time.perf_counter() - started
-        self.scorers = Scorers(device)
+        self.scorers = Scorers(device, tasks)
         self.busy_s = dict.fromkeys(STAGES, 0.0)
         """Seconds that each stage of the last run was busy, of all shards."""
 

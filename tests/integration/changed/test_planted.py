@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cache.model.ranking import score
 from cache.model.tower import Histories
 from cache.store.artefacts import generation_path
+from precompute.gates.rules import identity
 from precompute.partitions.earlier import Earlier
 from precompute.reuse import base, item_records, items, shard_reuse
 from precompute.reuse.copied import Decisions
@@ -244,3 +245,16 @@ def test_a_planted_defect_is_found(
 
     assert month.differences(generation, worlds[defect.world].full) != []
     assert judged(month.build(generation)).passed is not defect.by_gate
+
+
+def test_records_that_another_device_computed_are_not_judged_by_their_bits(
+    worlds: dict[str, Prepared], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    # Given a shard of a host with a GPU, or with other instructions, and a gate on this one
+    month = worlds["users"].copy(tmp_path / "copy")
+    generation = month.score()
+    monkeypatch.setattr(identity, "computed_by", lambda device: "a GPU that is not here")
+
+    found = judged(month.build(generation))
+
+    assert found.passed and found.value == 0 and "not those of shards [0" in found.note

@@ -17,6 +17,12 @@ from serving.generations.live_models import open_predictor
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import serving
 
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+
+
 Opened = tuple[Predictor | None, str | None, str | None]
 
 
