@@ -137,8 +137,8 @@ def main() -> None:
             report.figures[f"{name}: p{share}, ms"] = round(value, 2)
     base, again = phases["none"].share, phases["none again"].share
     for key, name in (("l1_under_new_items", "1 a second"), ("l1_under_many_new_items", "10 a second")):  # fmt: skip
-        share = phases[name].share
-        report.ratios[key] = Ratio(share / base, again / base, 1, share, base)
+        under = phases[name].share
+        report.ratios[key] = Ratio(under / base, again / base, 1, under, base)
     report.show(options)
 
 
