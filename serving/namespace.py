@@ -81,7 +81,7 @@ class HeldNamespace:
             )
             if near is not None:
                 near.check(snapshot)
-            if config.events.namespace and snapshot.events is None:
+            if config.events.enabled and config.events.namespace and snapshot.events is None:
                 log.warning(
                     "generation %s of namespace %s was made without the events of %s, and its answers count none: set "
                     "[events] enabled and namespace in the settings of its nights",

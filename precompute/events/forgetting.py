@@ -4,13 +4,16 @@ import io
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import redis
 
-from cache.errors import CorruptArtefact
+from cache.errors import CorruptArtefact, InvalidInput
 from cache.events.accept import entry_of
+from cache.events.event import FIELD
+from cache.format.ids import canonical_id
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
@@ -36,12 +39,18 @@ def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
 
 
 def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: Erased) -> int:
-    """Remove entries of the stream, and of what was rejected, that name somebody; how many. Also what is no event."""
-    gone = 0
-    for stream in (keys.events, keys.rejected_events):
+    """Remove entries of the stream, of the inbox, and of what was rejected, that name somebody; how many.
+
+    Also what is no event. Who takes an entry out of the inbox meanwhile refuses it: by then the blocklist has them.
+    """
+    gone, streams = (
+        0,
+        ((keys.events, _names), (keys.inbox, _is_sent_of), (keys.rejected_events, _names)),
+    )
+    for stream, is_of in streams:
         behind = None
         while batch := entries(client, stream, behind=behind):
-            found = [each for each, fields in batch if _names(fields, erased)]
+            found = [each for each, fields in batch if is_of(fields, erased)]
             gone += int(client.xdel(stream, *found)) if found else 0
             behind = batch[-1][0].decode()
     return gone
@@ -54,6 +63,20 @@ def _names(fields: dict[bytes, bytes], erased: Erased) -> bool:
     except CorruptArtefact:
         return True
     return event.user in erased.users or event.item in erased.items
+
+
+def _is_sent_of(fields: dict[bytes, bytes], erased: Erased) -> bool:
+    """True if an entry of the inbox names an erased entity, in texts or in JSON, or cannot be read."""
+    if (raw := fields.get(FIELD)) is None:
+        return fields.get(b"user") in erased.users or fields.get(b"item") in erased.items
+    try:
+        sent = orjson.loads(raw)
+        user, item = (
+            b"" if sent.get(name) is None else canonical_id(sent[name]) for name in ("user", "item")
+        )
+    except (AttributeError, InvalidInput, ValueError):
+        return True
+    return user in erased.users or item in erased.items
 
 
 def forget_in_files(store: ArtefactStore, erased: Erased, *, newest_alone: bool = False) -> int:

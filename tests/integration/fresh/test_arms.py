@@ -103,3 +103,18 @@ async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_l
         each for each in caplog.messages if arm.config.namespace in each and "events" in each
     ]
     assert "set [events] enabled and namespace" in said and generation in said
+
+
+async def test_where_no_events_are_taken_in_nothing_is_said_of_arms(
+    own: EventWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    own.publish(BEGINNING)
+    arm = arm_of(own, "")
+    generation = arm.publish(BEGINNING, NEXT)
+
+    async with serving(own.config) as app, held(app, arm) as service:
+        assert service.holding().live.generation == generation
+
+    assert not [
+        each for each in caplog.messages if arm.config.namespace in each and "events" in each
+    ]

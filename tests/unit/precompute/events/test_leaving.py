@@ -187,3 +187,25 @@ def test_the_stream_is_erased_from_where_no_events_are_taken_in_any_more(
     forget_events(config, [request(config.store(), b"u4", "user", at=0.0)])
 
     assert left(stream) == [each for each, event in stream.added.items() if event.user != b"u4"]
+
+
+def test_who_is_erased_leaves_the_inbox_while_nobody_takes_it_in(stream: Stream) -> None:
+    inbox = stream.keys.inbox
+    sent: list[dict[str, str]] = [
+        {"user": "u1", "item": "i0", "id": "a"}, {"user": "u2", "item": "i4"}, {"user": "u2", "item": "i0"},
+        {"e": '{"user":"u1","item":"i0"}'}, {"e": '{"user":17,"item":"i0"}'}, {"e": '{"user":"u2","item":"i0"}'},
+        {"e": "no event"}, {"e": "[]"}, {"item": "i0", "id": "b"},
+    ]  # fmt: skip
+    for each in sent:
+        stream.client.xadd(inbox, each)  # type: ignore[arg-type]
+    stream.client.xgroup_create(inbox, "larder", "0")
+    stream.client.xreadgroup("larder", "gone", {inbox: ">"}, count=1)  # taken by who died
+
+    erased = Erased(frozenset({b"u1", b"17"}), frozenset({b"i4"}))
+    gone = forget_in_stream(stream.client, stream.keys, erased)
+
+    assert gone == 2 + 6  # of the stream and of the inbox
+    waiting: Any = stream.client.xrange(inbox)
+    assert [fields for _, fields in waiting] == [
+        {name.encode(): text.encode() for name, text in sent[at].items()} for at in (2, 5, 8)
+    ]

