@@ -50,6 +50,14 @@ def redis_binary() -> Path:
     return find_server({**os.environ, "LARDER_REDIS_SERVER": named} if named else os.environ)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def without_fsync() -> Iterator[None]:
+    """Waits for no disk, which each night does ninety times: no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _file: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server for the session, on a free loopback port; gone when the session is."""

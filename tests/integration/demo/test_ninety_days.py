@@ -21,12 +21,6 @@ ZONES = [
 STORM_SEEDS = 8
 
 
-@pytest.fixture(autouse=True)
-def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No power fails in here, and a season writes thousands of files."""
-    monkeypatch.setattr("os.fsync", lambda _file: None)
-
-
 def a_seed() -> int:
     return int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
 

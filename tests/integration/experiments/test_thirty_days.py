@@ -16,12 +16,6 @@ from tests.integration.experiments.thirty_days import ThirtyDays
 STORM_SEEDS = 8
 
 
-@pytest.fixture(autouse=True)
-def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No power fails in here, and thirty days write thousands of files."""
-    monkeypatch.setattr("os.fsync", lambda _file: None)
-
-
 def a_seed() -> int:
     return int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
 
