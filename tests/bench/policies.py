@@ -34,6 +34,8 @@ from tests.bench.tools.traces import Keys, capacities_of, gowalla, zipf
 SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
 UNREAD = frozenset({"fresh", "stranger"})
 """Requests of the demo whose answers L1 does not hold."""
+KEYS_LEAST = 100
+"""Smaller caches leave no room for the parts of S3-FIFO and W-TinyLFU."""
 QUICK_READS = 200_000
 RECORD = bytes(616)
 
@@ -65,9 +67,11 @@ def streams(quick: bool) -> Iterator[tuple[str, Keys]]:
 
 def by_judge(report: Report, name: str, keys: Keys) -> None:
     """One stream with every policy of libCacheSim."""
-    capacities = capacities_of(keys, SHARES)
+    capacities = [each for each in capacities_of(keys, SHARES) if each >= KEYS_LEAST]
     report.figures["judge"], found = judge(keys, capacities)
-    report.figures[f"{name}: reads, keys"] = f"{len(keys):,}, {int(keys.max()) + 1:,}"
+    report.figures[f"{name}: reads, keys, sizes"] = (
+        f"{len(keys):,}, {int(keys.max()) + 1:,}, {' · '.join(f'{each:,}' for each in capacities)}"
+    )
     lru = np.array(found["LRU"])
     for policy in JUDGED:
         hits = np.array(found[policy])

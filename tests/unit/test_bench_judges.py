@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.bench import advisor, policies
 from tests.bench.judges.cachesim import judge
 from tests.bench.judges.environment import ABSENT, is_there
 from tests.bench.judges.public_traces import TRACES, missing, numbered, text
 from tests.bench.policies import l1_hit_ratio
+from tests.bench.tools.harness import Options, Report
 from tests.bench.tools.policy import POLICIES
 from tests.bench.tools.topk_cases import DATA
 from tests.bench.tools.traces import gowalla, lru_hit_ratio, zipf
@@ -113,3 +115,41 @@ def test_l1_finds_what_libcachesims_lru_of_as_many_records_finds() -> None:
     _, judges = judge(keys, (held,), ("LRU",))
     assert found == pytest.approx(judges["LRU"][0], abs=0.01)
     assert judges["LRU"][0] == pytest.approx(lru_hit_ratio(keys.tolist(), None, held), abs=1e-9)
+
+
+@judged
+def test_with_every_key_sampled_the_advisor_says_what_libcachesims_lru_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = "\n".join(map(str, zipf(2_000, 10_000))).encode()
+    (folder / "some.txt").write_bytes(raw)
+    trace = replace(SPRITE, file="some.txt", sha256=hashlib.sha256(raw).hexdigest())
+    monkeypatch.setattr(advisor, "TRACES", (trace,))
+    report = Report("advisor")
+
+    advisor.public(report, Options(json=True, quick=True, rounds=5))
+
+    assert {name: round(each.value, 6) for name, each in report.ratios.items()} == {
+        f"max_error_points_public{size}{more}": 0.0
+        for size in ("", "_small")
+        for more in ("", "_x4")
+    }
+    assert report.promises.keys() <= report.ratios.keys()
+
+
+@judged
+def test_policies_are_held_against_lru_by_misses_and_by_points() -> None:
+    report = Report("policies")
+
+    policies.by_judge(report, "zipf", zipf(500, 5_000))
+
+    names = {
+        f"zipf.{name}{more}"
+        for name in ("Sieve", "S3FIFO", "WTinyLFU", "ARC")
+        for more in ("", "_points")
+    }
+    assert report.ratios.keys() == names
+    assert (
+        report.ratios["zipf.S3FIFO_points"].value > 1.0
+    )  # independent draws are what LRU is worst at
+    assert report.ratios["zipf.S3FIFO"].value < 1.0

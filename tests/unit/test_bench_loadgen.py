@@ -113,6 +113,19 @@ def test_figures_of_a_long_run_are_in_the_logs_own_words() -> None:
     assert report.figures["larder: log"] == "folder"
 
 
+def test_answers_that_were_not_200_are_said_whatever_the_log_calls_valid(tmp_path: Path) -> None:
+    it = Target("larder", "", tmp_path, tmp_path, PATH, K)
+    for bad in ({}, {"503": 2}):
+        driven = {"bad": bad, "version": "mlcommons-loadgen 6"}
+        it.runs.append(Judged({"Scenario": "Offline", "Result is": "VALID"}, driven, tmp_path))
+    report = Report("loadgen")
+
+    bench.describe_others(report, it)
+
+    assert report.figures["larder: Offline, runs that LoadGen calls VALID"] == "1 of 2"
+    assert report.absent == ["larder, Offline: not 200: {'503': 2}"]
+
+
 def case(folder: Path) -> Case:
     users = [f"user {number}" for number in range(100)]
     return Case(folder, None, "g", users, [f"item-{number}" for number in range(200)])  # type: ignore[arg-type]

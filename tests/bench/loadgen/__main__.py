@@ -19,7 +19,7 @@ import argparse
 import json
 import sys
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -105,14 +105,18 @@ def last(target: Target, rate: float, seconds: float) -> tuple[float, Judged]:
 
 
 def describe_others(report: Report, target: Target) -> None:
-    """Versions, and answers that Offline and MultiStream counted although they were not 200."""
+    """Version, what LoadGen says of Offline and MultiStream, and answers that it counted although they were not 200."""
     report.figures["LoadGen"] = target.runs[0].driven["version"]
-    bad: Counter[str] = Counter()
+    runs: defaultdict[str, list[Judged]] = defaultdict(list)
     for each in target.runs:
-        if each.lines.get("Scenario") != "Server":
-            bad.update(each.driven["bad"])
-    if bad:
-        report.absent.append(f"{target.name}: not 200 in Offline and MultiStream: {dict(bad)}")
+        runs[each.lines.get("Scenario", "no scenario")].append(each)
+    for scenario, judged in runs.items():
+        report.figures[f"{target.name}: {scenario}, runs that LoadGen calls VALID"] = (
+            f"{sum(each.is_valid for each in judged)} of {len(judged)}"
+        )
+        bad = sum((Counter(each.driven["bad"]) for each in judged), Counter[str]())
+        if bad:
+            report.absent.append(f"{target.name}, {scenario}: not 200: {dict(bad)}")
 
 
 def describe(report: Report, name: str, rate: float, judged: Judged) -> None:
