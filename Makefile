@@ -154,7 +154,7 @@ docs-site: docs-env  ## docs/ as a site in build/docs; a warning is an error
 	@echo "build/docs/index.html"
 
 lock: env  ## resolve pyproject.toml again; names, versions and hashes only
-	@$(LOCKING) --upgrade $(addprefix --extra ,airflow client completion dev local otel precompute top) -o infra/locks/all.txt
+	@$(LOCKING) --upgrade $(addprefix --extra ,airflow client completion dev lineage local otel precompute top) -o infra/locks/all.txt
 	@$(LOCKING) --constraint infra/locks/all.txt -o infra/locks/serving.txt
 	@$(LOCKING) --constraint infra/locks/all.txt --extra precompute --extra airflow -o infra/locks/airflow.txt
 	@echo pip-audit | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/audit.txt

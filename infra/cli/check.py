@@ -53,8 +53,8 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Look at settings, sources, bundle, Redis, that of events, the provider of live models, the "
-        "artefact store and Airflow, and say of each whether it is ok, or what to do. Nothing is changed but that the "
-        "store's folder is made. Exit code: 0 nothing is to be done, 3 something is.",
+        "artefact store, Airflow and lineage, and say of each whether it is ok, or what to do. Nothing is changed but "
+        "that the store's folder is made. Exit code: 0 nothing is to be done, 3 something is.",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
@@ -274,6 +274,24 @@ def _airflow(_config: "NightConfig") -> tuple[State, str]:
     return "ok", f"{len(states)} DAGs in {Path(folder)}"
 
 
+def _lineage(_config: "NightConfig") -> tuple[State, str]:
+    if not any(os.environ.get(name) for name in _TRANSPORTS):
+        return "not used", f"no transport for OpenLineage's events, such as {_TRANSPORTS[0]}"
+    if line := missing("lineage", "lineage", "openlineage"):
+        return "to do", line
+    if _EXTRACTOR not in os.environ.get(_EXTRACTORS, "").split(";"):
+        return "to do", f"events say nothing of data: set {_EXTRACTORS}={_EXTRACTOR}"
+    return (
+        "ok",
+        "each task of a night sends OpenLineage's events, where Airflow has this environment",
+    )
+
+
+_TRANSPORTS = (
+    "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__CONFIG_PATH", "OPENLINEAGE_URL", "OPENLINEAGE_CONFIG",
+)  # fmt: skip
+_EXTRACTORS = "AIRFLOW__OPENLINEAGE__EXTRACTORS"
+_EXTRACTOR = "infra.lineage.extractor.NightExtractor"
 _AIRFLOW = {
     "missing": "not there",
     "older": "of another release",
@@ -288,4 +306,5 @@ LOOKS: dict[str, Callable[["NightConfig"], tuple[State, str]]] = {
     "live": _live,
     "store": _store,
     "airflow": _airflow,
+    "lineage": _lineage,
 }

@@ -1,6 +1,7 @@
 """Every query of the dashboards, asked of a real Prometheus that scraped the real service under load, finds data."""
 
 import math
+import re
 import subprocess
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -38,19 +39,27 @@ pytestmark = needs_prometheus
 RATE_INTERVAL = "10s"
 """Grafana takes four scrapes at least; here one that spans the whole of what the test does not wait for."""
 
-QUERIES = sorted(
-    {target["expr"] for board in BOARDS for panel in board["panels"] for target in panel.get("targets", ())}
-    | {each["expr"] for board in BOARDS for each in board["annotations"]["list"]}
-)  # fmt: skip
+VARIABLE = re.compile(r"label_values\((\w+), (\w+)\)")
+QUERIES = {
+    target["expr"]: f"{board['title']}: {panel['title']}"
+    for board in BOARDS for panel in board["panels"] for target in panel.get("targets", ())
+} | {
+    each["expr"]: f"{board['title']}: annotation {each['name']}"
+    for board in BOARDS for each in board["annotations"]["list"]
+} | {
+    VARIABLE.sub(r"count by (\2) (\1)", each["definition"]): f"{board['title']}: variable {each['name']}"
+    for board in BOARDS for each in board["templating"]["list"]
+}  # fmt: skip
+"""Queries by what shows them; a variable's values are what its label has."""
 
 
 def without_data(server: Prometheus) -> list[str]:
-    """Queries that find nothing, or no number."""
+    """Panels, annotations and variables whose query finds nothing, or no number."""
     found = []
-    for query in QUERIES:
+    for query, shown in sorted(QUERIES.items()):
         asked = query.replace("$__rate_interval", RATE_INTERVAL).replace("$table", ".*")
         if all(math.isnan(float(each["value"][1])) for each in server.ask(asked)):
-            found.append(query)
+            found.append(f"{shown}: {query}")
     return found
 
 

@@ -1,0 +1,123 @@
+"""Extractor for Airflow's OpenLineage provider, named in AIRFLOW__OPENLINEAGE__EXTRACTORS: no DAG knows of it."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from airflow.providers.openlineage.extractors.base import BaseExtractor, OperatorLineage
+from airflow.providers.openlineage.utils.utils import get_unknown_source_attribute_run_facet
+from openlineage.client.event_v2 import InputDataset, OutputDataset
+from openlineage.client.facet_v2 import (
+    DatasetFacet,
+    data_quality_assertions_dataset,
+    dataset_version_dataset,
+    input_statistics_input_dataset,
+    output_statistics_output_dataset,
+    symlinks_dataset,
+)
+
+from cache.control.night_steps import BEFORE, NIGHT
+from infra.lineage.step_datasets import Check, Ended, StepDataset, datasets_of
+from precompute.builds.build import Build
+from precompute.config.settings import night_config
+
+NIGHTLY: Final = "nightly_precompute"
+_RENAMED: Final = {"score_shard": "score", "build_index": "index"}
+_RETURNING: Final = (*BEFORE, "begin")
+"""Steps that say only in what they return which generation, or which events, they are about."""
+
+
+class NightExtractor(BaseExtractor):
+    """Datasets of a night's tasks when they end; nothing of the tasks of other DAGs, which go on as without it."""
+
+    @classmethod
+    def get_operator_classnames(cls) -> list[str]:
+        """Classes behind `@task` and `@task.short_circuit`."""
+        return ["_PythonDecoratedOperator", "_ShortCircuitDecoratedOperator"]
+
+    def _execute_extraction(self) -> OperatorLineage:
+        if self._step is not None:  # nothing is read before the step has written it
+            return OperatorLineage()
+        # As the provider does itself for a class that has no extractor.
+        return OperatorLineage(run_facets=get_unknown_source_attribute_run_facet(self.operator))
+
+    def extract_on_complete(self, task_instance: Any) -> OperatorLineage:
+        """Datasets that the step read and wrote, with counts and verdicts that it left behind; a failed one as well."""
+        step = self._step
+        if step is None:
+            return self._execute_extraction()
+        given = [*self.operator.op_args, *self.operator.op_kwargs.values()]
+        found: Mapping[str, Any] = next((each for each in given if is_build(each)), {})
+        if step in _RETURNING:
+            found = task_instance.xcom_pull(task_ids=self.operator.task_id) or {}
+        if not found:  # it failed, or has nothing to do with one generation
+            return OperatorLineage()
+        made = Build.of(night_config(), {"generation": "", **found})
+        shard = self.operator.op_kwargs.get("shard")
+        told = datasets_of(step, Ended(made, shard, found))
+        return OperatorLineage(
+            inputs=[_input(each) for each in told.inputs],
+            outputs=[_output(each) for each in told.outputs],
+        )
+
+    @property
+    def _step(self) -> str | None:
+        """Name of the step that the task is; None for a task of another DAG, or one that is no step."""
+        name = _RENAMED.get(self.operator.task_id, self.operator.task_id)
+        is_ours = self.operator.dag_id == NIGHTLY and name in (*BEFORE, *NIGHT)
+        return name if is_ours else None
+
+
+def is_build(given: object) -> bool:
+    """True if a task was given this as the generation that it is to work on."""
+    return isinstance(given, Mapping) and "generation" in given
+
+
+def _input(each: StepDataset) -> InputDataset:
+    facets: dict[str, Any] = {}
+    if (each.rows, each.size_bytes, each.files) != (None, None, None):
+        facets["inputStatistics"] = input_statistics_input_dataset.InputStatisticsInputDatasetFacet(
+            rowCount=each.rows, size=each.size_bytes, fileCount=each.files
+        )
+    if each.checks:
+        facets["dataQualityAssertions"] = (
+            data_quality_assertions_dataset.DataQualityAssertionsDatasetFacet(
+                [_assertion(check) for check in each.checks]
+            )
+        )
+    return InputDataset(
+        each.name.namespace, each.name.name, facets=_facets(each), inputFacets=facets
+    )
+
+
+def _output(each: StepDataset) -> OutputDataset:
+    facets: dict[str, Any] = {}
+    if (each.rows, each.size_bytes, each.files) != (None, None, None):
+        facets["outputStatistics"] = (
+            output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(
+                rowCount=each.rows, size=each.size_bytes, fileCount=each.files
+            )
+        )
+    return OutputDataset(
+        each.name.namespace, each.name.name, facets=_facets(each), outputFacets=facets
+    )
+
+
+def _facets(each: StepDataset) -> dict[str, DatasetFacet]:
+    facets: dict[str, DatasetFacet] = {}
+    if each.version is not None:
+        facets["version"] = dataset_version_dataset.DatasetVersionDatasetFacet(each.version)
+    if each.location is not None:
+        place = symlinks_dataset.Identifier(each.location.namespace, each.location.name, "LOCATION")
+        facets["symlinks"] = symlinks_dataset.SymlinksDatasetFacet([place])
+    return facets
+
+
+def _assertion(check: Check) -> data_quality_assertions_dataset.Assertion:
+    return data_quality_assertions_dataset.Assertion(
+        assertion=check.rule,
+        success=check.is_passed,
+        severity="error" if check.blocks else "warn",
+        description=check.note or None,
+        expected=str(check.threshold),
+        actual=str(check.value),
+    )

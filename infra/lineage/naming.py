@@ -1,0 +1,46 @@
+"""Names of datasets as OpenLineage's specification has them: a namespace for the system, a name within it. Pure."""
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Self
+from urllib.parse import urlsplit
+
+from cache.store.object_store import without_secrets
+
+REDIS_PORT = 6379
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetName:
+    """Namespace, such as `s3://bucket` or `file`, and name within it."""
+
+    namespace: str
+    name: str
+
+    @classmethod
+    def of_url(cls, url: str, *parts: str) -> Self:
+        """Name of what lies behind a URL or an absolute path, or further down in it; secrets in it are left out."""
+        scheme, _, rest = without_secrets(url).rpartition("://")
+        path = PurePosixPath(rest, *parts)
+        if scheme in ("", "file"):
+            return cls("file", str(path))
+        return cls(f"{scheme}://{path.parts[0]}", "/".join(path.parts[1:]) or "/")
+
+    @classmethod
+    def of_pattern(cls, pattern: str, base: str) -> Self:
+        """Name of source files: the file, or the folder above the first wildcard; plain ones are relative to `base`."""
+        full = pattern if "://" in pattern else str(PurePosixPath(base, pattern))
+        kept = []
+        for part in full.split("/"):
+            if any(each in part for each in "*?["):
+                break
+            kept.append(part)
+        return cls.of_url("/".join(kept))
+
+    @classmethod
+    def of_redis(cls, url: str, key: str) -> Self:
+        """Name of what lies under a key, or under all keys that begin so: the database's number stands before it."""
+        parts = urlsplit(url)
+        place = f"{parts.hostname}:{parts.port or REDIS_PORT}" if parts.hostname else parts.path
+        number = parts.path.strip("/") if parts.hostname else ""
+        return cls(f"redis://{place}", f"{number or 0}/{key}")

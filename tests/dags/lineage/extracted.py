@@ -1,0 +1,50 @@
+"""Events of a night's steps as the extractor makes them, on standard output; started by tests only.
+
+A process of its own, since Airflow reads its settings as it is imported. Argument: JSON of what `begin` returned.
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from airflow.providers.openlineage.extractors import ExtractorManager
+from openlineage.client.event_v2 import Job, Run, RunEvent, RunState
+from openlineage.client.serde import Serde
+
+from cache.control.night_steps import NIGHT
+
+RUN_ID = "01a21a7d-03e6-767c-8abb-abc1316261be"
+
+
+def event(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute") -> str:
+    """The event of a task that has ended."""
+    kind = "_ShortCircuitDecoratedOperator" if task_id == "begin" else "_PythonDecoratedOperator"
+    operator = SimpleNamespace(
+        task_type=kind, dag_id=dag_id, task_id=task_id, op_args=(), inlets=[], outlets=[],
+        op_kwargs={"build": build, "shard": 1} if task_id == "score_shard" else {"build": build},
+        log=None,
+    )  # fmt: skip
+    extractor = ExtractorManager().extractors[kind](operator)
+    instance = SimpleNamespace(xcom_pull=lambda task_ids: build)
+    found = extractor.extract_on_complete(instance)
+    made = Serde.to_json(
+        RunEvent(
+            eventTime="2026-01-31T00:00:00Z", eventType=RunState.COMPLETE,
+            run=Run(RUN_ID, facets=found.run_facets), job=Job("test", task_id, facets=found.job_facets),
+            inputs=found.inputs, outputs=found.outputs, producer="https://example.org",
+        )
+    )  # fmt: skip
+    return str(made)
+
+
+def main(build: dict[str, Any]) -> None:
+    """One line for each task."""
+    renamed = {"score": "score_shard", "index": "build_index"}
+    for step in NIGHT:
+        print(event(renamed.get(step, step), build))
+    print(event("verify", build, dag_id="somebody_elses"))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

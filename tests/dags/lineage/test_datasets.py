@@ -1,0 +1,149 @@
+"""What the extractor makes of a night's tasks: names, rows, verdicts of gates, and nothing of other DAGs."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from cache.errors import Refused
+from cache.process.redis_server import RedisServer
+from infra.local.airflow import ROOT, settings
+from precompute.builds.night import Night
+from precompute.config.settings import NightConfig, night_config
+from precompute.operations.night import run_night
+from precompute.operations.train import train_reference
+from tests.dags.lineage.schemas import NOT_NAMED, SPEC, complaints
+from tests.dags.place import CONFIG, ITEMS, USERS, write_interactions
+from tests.opened import open_generation
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("openlineage") is None, reason="the extra `lineage` is not installed"
+)
+
+Events = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def night(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
+) -> Iterator[NightConfig]:
+    """A published night, in a database of its own."""
+    folder, url = tmp_path_factory.mktemp("lineage"), redis_server.url.removesuffix("0") + "7"
+    write_interactions(folder / "interactions.csv", seed=7)
+    (folder / "larder.toml").write_text(CONFIG)
+    config = night_config(str(folder / "larder.toml"), {"REDIS_URL": url})
+    train_reference(config)
+    run_night(Night(config, "first", "2026-01-29T00:00:00Z"))
+    yield config
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
+
+
+@pytest.fixture
+def extracted(night: NightConfig, tmp_path: Path) -> Callable[[str], Events]:
+    """Events of the tasks of a generation, by task; `other` is that of another DAG's task."""
+
+    def extract(generation: str) -> Events:
+        build = {"generation": generation, "url": "", "shards": [0, 1, 2]}
+        environ = {
+            **os.environ, **settings(tmp_path, "http://127.0.0.1:1", 1),
+            "LARDER_CONFIG": str(night.path("larder.toml")), "REDIS_URL": str(night.redis_url),
+            "AIRFLOW__OPENLINEAGE__EXTRACTORS": "infra.lineage.extractor.NightExtractor",
+        }  # fmt: skip
+        told = subprocess.run(
+            [sys.executable, "-m", "tests.dags.lineage.extracted", json.dumps(build)],
+            env=environ, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert told.returncode == 0, told.stderr[-2000:]
+        found = [json.loads(line) for line in told.stdout.splitlines() if line.startswith('{"')]
+        *ours, other = found
+        return {**{each["job"]["name"]: each for each in ours}, "other": other}
+
+    return extract
+
+
+def by_name(datasets: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {each["name"].rpartition("/")[2]: each for each in datasets}
+
+
+def test_each_task_says_what_it_read_and_wrote_and_how_much(
+    night: NightConfig, extracted: Callable[[str], Events]
+) -> None:
+    generation = night.store().names("generations")[0]
+    manifest, _ = open_generation(night.store(), generation)
+
+    events = extracted(generation)
+
+    # Of another DAG's task it says what the provider says of one without an extractor.
+    other = events.pop("other")
+    assert (
+        other["inputs"] == other["outputs"] == []
+        and "unknownSourceAttribute" in other["run"]["facets"]
+    )
+    datasets = [each for one in events.values() for each in (*one["inputs"], *one["outputs"])]
+    assert {generation not in each["name"] for each in datasets} == {True}
+    sources, begun = by_name(events["begin"]["inputs"]), by_name(events["begin"]["outputs"])
+    clicks = sources["interactions.csv"]
+    assert (clicks["namespace"], clicks["name"]) == ("file", str(night.path("interactions.csv")))
+    rows = len(night.path("interactions.csv").read_text().splitlines()) - 1
+    assert clicks["inputFacets"]["inputStatistics"]["rowCount"] == rows
+    assert begun["partition"]["outputFacets"]["outputStatistics"]["rowCount"] == USERS
+    shard = by_name(events["score_shard"]["outputs"])["user_topk"]
+    assert (
+        shard["outputFacets"]["outputStatistics"]["rowCount"]
+        == manifest.tables["user_topk"].parts[1].count
+    )
+    assert shard["facets"]["version"]["datasetVersion"] == generation
+    (place,) = shard["facets"]["symlinks"]["identifiers"]
+    assert Path(place["name"]).is_dir() and generation in place["name"]
+    pages = {each["name"]: each for each in events["load"]["outputs"]}
+    page = pages["7/larder:1:default:g:user_topk"]
+    assert page["namespace"].startswith("redis://127.0.0.1:")
+    assert page["outputFacets"]["outputStatistics"]["rowCount"] == USERS
+    vectors = by_name(events["build_index"]["inputs"])["vectors.f32"]
+    assert vectors["inputFacets"]["inputStatistics"]["rowCount"] == ITEMS
+    # What one task writes is what the next one reads, under the same name: begin to the pointer.
+    written = {
+        (each["namespace"], each["name"]) for one in events.values() for each in one["outputs"]
+    }
+    read = {(each["namespace"], each["name"]) for one in events.values() for each in one["inputs"]}
+    ours = {each for each in read if "/generations" in each[1] or each[0] != "file"}
+    assert ours <= written
+    gates = events["verify"]["inputs"][0]["inputFacets"]["dataQualityAssertions"]["assertions"]
+    assert len(gates) == len(manifest.gates) and all(each["success"] for each in gates)
+    assert events["retire"]["inputs"] == events["retire"]["outputs"] == []
+
+
+def test_a_refused_gate_names_its_rule_its_value_and_its_threshold(
+    night: NightConfig, extracted: Callable[[str], Events]
+) -> None:
+    write_interactions(night.path("interactions.csv"), seed=7, users=USERS // 2)
+    with pytest.raises(Refused) as refused:
+        run_night(Night(night, "second", "2026-01-30T00:00:00Z"))
+    generation = next(each for each in night.store().names("generations") if each > "20260130")
+
+    events = extracted(generation)
+
+    gates = events["verify"]["inputs"][0]["inputFacets"]["dataQualityAssertions"]["assertions"]
+    failed = {each["assertion"]: each for each in gates if not each["success"]}
+    told = failed["coverage_of_live"]
+    assert (told["expected"], told["severity"]) == ("0.8", "error")
+    assert float(told["actual"]) < 0.8 and told["actual"] in str(refused.value)
+
+
+@pytest.mark.skipif(not SPEC, reason=NOT_NAMED)
+def test_events_are_as_the_specification_has_them(
+    night: NightConfig, extracted: Callable[[str], Events]
+) -> None:
+    events = extracted(night.store().names("generations")[0])
+
+    assert [each for event in events.values() for each in complaints(event)] == []
+    del events["begin"]["job"]["name"]
+    assert complaints(events["begin"]) != []

@@ -1,0 +1,58 @@
+"""Names of datasets in OpenLineage's form, without passwords, wildcards or generations."""
+
+import pytest
+
+from infra.lineage.naming import DatasetName
+
+
+@pytest.mark.parametrize(
+    ("url", "parts", "expected"),
+    [
+        ("s3://recs/larder", ("generations", "tables"), ("s3://recs", "larder/generations/tables")),
+        ("s3://recs", ("events",), ("s3://recs", "events")),
+        ("gs://recs/a/", (), ("gs://recs", "a")),
+        ("s3://key:secret@recs/a", (), None),
+        ("/data/artifacts", ("events",), ("file", "/data/artifacts/events")),
+        ("file:///data/artifacts", (), ("file", "/data/artifacts")),
+    ],
+)
+def test_a_url_is_a_system_and_a_name_in_it(
+    url: str, parts: tuple[str, ...], expected: tuple[str, str] | None
+) -> None:
+    found = DatasetName.of_url(url, *parts)
+
+    assert "secret" not in found.namespace
+    assert expected is None or (found.namespace, found.name) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("clicks.csv", ("file", "/base/clicks.csv")),
+        ("clicks/*.parquet", ("file", "/base/clicks")),
+        ("clicks/2026-1[12]/part?.csv", ("file", "/base/clicks")),
+        ("s3://clicks/2026-*/*.parquet", ("s3://clicks", "/")),
+        ("s3://clicks/logs/*.parquet", ("s3://clicks", "logs")),
+        ("/absolute/a.csv", ("file", "/absolute/a.csv")),
+    ],
+)
+def test_a_pattern_is_the_folder_above_its_first_wildcard(
+    pattern: str, expected: tuple[str, str]
+) -> None:
+    found = DatasetName.of_pattern(pattern, "/base")
+
+    assert (found.namespace, found.name) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://:secret@cache:6380/2", ("redis://cache:6380", "2/key")),
+        ("rediss://cache", ("redis://cache:6379", "0/key")),
+        ("unix:///run/redis.sock", ("redis:///run/redis.sock", "0/key")),
+    ],
+)
+def test_a_key_stands_behind_its_database(url: str, expected: tuple[str, str]) -> None:
+    found = DatasetName.of_redis(url, "key")
+
+    assert (found.namespace, found.name) == expected
