@@ -50,7 +50,7 @@ GROUPS: Final = ("Start", "Night", "Day", "Releases", "Care", "Steps")
 
 ENTRIES: Final = (
     CommandEntry("init", "Start", "infra.cli.init.command", "write larder.toml from a look at your files", PRECOMPUTES),
-    CommandEntry("check", "Start", "infra.cli.check", "sources, bundle, Redis, store, Airflow: ok, or what to do"),
+    CommandEntry("check", "Start", "infra.cli.check.command", "sources, bundle, Redis, Airflow: ok, or what to do"),
     CommandEntry("import", "Start", "infra.cli.import_model", "a model that another library fitted", PRECOMPUTES),
     CommandEntry("demo", "Start", "infra.demo.__main__", "a night, the service and a roll back, on made-up data", DEMO),
     CommandEntry("redis", "Start", "infra.cli.redis", "a server for trying things out, until Ctrl-C"),

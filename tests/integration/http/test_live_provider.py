@@ -11,7 +11,7 @@ from cache.model.predictor import Predictor
 from cache.model.runtime import Accelerator, ort
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.releases import newest_release
-from infra.cli.check import LOOKS
+from infra.cli.check.command import LOOKS
 from precompute.config.settings import NightConfig
 from serving.generations.live_models import open_predictor
 from tests.integration.nights import build_night, histories

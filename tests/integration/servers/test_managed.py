@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.cli.check import LOOKS
+from infra.cli.check.command import LOOKS
 from precompute.operations.restore import restore
 from tests.integration.events.intakes import event
 from tests.integration.nights import UNTIL, histories, prepare, publish_night

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from cache.config.night import NightConfig
-from infra.cli.check import LOOKS
+from infra.cli.check.command import LOOKS
 
 TRANSPORT, EXTRACTORS = "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__EXTRACTORS"
 OURS = "infra.lineage.extractor.NightExtractor"

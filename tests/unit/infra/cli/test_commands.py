@@ -199,7 +199,7 @@ def test_what_stands_after_a_command_reaches_it_as_it_is(
         seen.extend([prog, *words])
         return 7
 
-    monkeypatch.setattr("infra.cli.check.main", take)
+    monkeypatch.setattr("infra.cli.check.command.main", take)
 
     assert main(["check", "--reason", "a b", "-x", "--", "--json"]) == 7
     assert seen == ["larder check", "--reason", "a b", "-x", "--", "--json"]
@@ -223,7 +223,7 @@ def test_no_error_is_a_traceback(
     def fail(_words: list[str], *, prog: str) -> int:
         raise error
 
-    monkeypatch.setattr("infra.cli.check.main", fail)
+    monkeypatch.setattr("infra.cli.check.command.main", fail)
 
     assert main(["check"]) == code
     told = capsys.readouterr().err
@@ -233,7 +233,7 @@ def test_no_error_is_a_traceback(
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     slow = (
-        f"import infra.cli.check as c; c.main = lambda words, *, prog: exec({code!r}) or 0; "
+        f"import infra.cli.check.command as c; c.main = lambda words, *, prog: exec({code!r}) or 0; "
         "import sys; from infra.cli.__main__ import main; sys.exit(main(['check']))"
     )
 

@@ -1,0 +1,86 @@
+"""`larder check`: looks at what a night and the service need, and says of each whether it is ok, or what to do."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from cache.errors import LarderError
+from cache.process.command_line import NOT_WELL, json_text
+from infra.cli.check.found import Found, State
+from infra.cli.check.night import look_at_bundle, look_at_sources, look_at_store
+from infra.cli.check.platform import look_at_airflow, look_at_lineage, look_at_live
+from infra.cli.check.redis import look_at_events, look_at_redis
+from infra.cli.settings import night_settings
+
+if TYPE_CHECKING:
+    from cache.config.night import NightConfig
+
+
+class CheckLine(NamedTuple):
+    """State of one thing that was looked at, and in words what was found or is to be done."""
+
+    what: str
+    state: State
+    told: str
+
+
+def main(words: Sequence[str], *, prog: str) -> int:
+    """Exit code: 0 nothing is to be done, 3 something is."""
+    sent = argument_parser(prog).parse_args(words)
+    findings = [_looked("settings", _settings)]
+    if findings[0].state == "ok":
+        config = night_settings()
+        findings += [_looked(name, partial(look, config)) for name, look in LOOKS.items()]
+    if sent.json:
+        print(json_text([each._asdict() for each in findings]))
+    else:
+        for each in findings:
+            print(f"{each.state:<9} {each.what:<9} {each.told}")
+    return NOT_WELL if any(each.state == "to do" for each in findings) else 0
+
+
+def argument_parser(prog: str) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Look at settings, sources, bundle, Redis, that of events, the provider of live models, the "
+        "artefact store, Airflow and lineage, and say of each whether it is ok, or what to do. Nothing is changed but "
+        "that the store's folder is made. Exit code: 0 nothing is to be done, 3 something is.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _looked(what: str, look: Callable[[], Found]) -> CheckLine:
+    try:
+        return CheckLine(what, *look())
+    except LarderError as error:
+        return CheckLine(what, "to do", error.message)
+    except OSError as error:
+        return CheckLine(what, "to do", f"this machine refused: {error}")
+
+
+def _settings() -> Found:
+    """The file and the environment, for night and service alike."""
+    from cache.config.serving import ServingConfig
+
+    night_settings()
+    ServingConfig.load(os.environ)
+    file = os.environ.get("LARDER_CONFIG")
+    if not file:
+        return "to do", "no larder.toml here, and no LARDER_CONFIG: `larder init` writes one"
+    return "ok", file
+
+
+LOOKS: dict[str, Callable[["NightConfig"], Found]] = {
+    "sources": look_at_sources,
+    "bundle": look_at_bundle,
+    "redis": look_at_redis,
+    "events": look_at_events,
+    "live": look_at_live,
+    "store": look_at_store,
+    "airflow": look_at_airflow,
+    "lineage": look_at_lineage,
+}

@@ -1,0 +1,7 @@
+"""Finding of a look."""
+
+from typing import Literal
+
+State = Literal["ok", "to do", "not used"]
+Found = tuple[State, str]
+"""State, and in words what was found or is to be done."""

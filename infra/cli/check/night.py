@@ -1,0 +1,77 @@
+"""Looks at what a night reads and where it writes: sources, bundle, artefact store."""
+
+from typing import TYPE_CHECKING
+
+from cache.process.extras import PRECOMPUTE, missing
+from infra.cli.check.found import Found
+
+if TYPE_CHECKING:
+    from cache.config.night import NightConfig
+
+
+def look_at_sources(config: "NightConfig") -> Found:
+    """Look at the files of sources, and at their first rows."""
+    if line := missing("a look at sources", "precompute", *PRECOMPUTE):
+        return "not used", f"by the service; {line}"
+    from precompute.sources.files import all_files, source_file
+    from precompute.sources.formats import INTERACTIONS
+    from precompute.sources.readers import feature_schema, read_interactions
+    from precompute.sources.unusable import Unusable
+
+    sources, base = config.sources, config.path(".")
+    if not sources.names_users:
+        return "to do", "[sources] interactions is not set: `larder init` looks for them"
+    files = all_files(config)
+    unusable = Unusable()
+    read = read_interactions(sources, base, unusable=unusable)
+    first = next(read, None)
+    rows = 0 if first is None else len(first.times)
+    left_out = unusable.left_out(INTERACTIONS)
+    is_all = next(read, None) is None
+    if sources.interactions and not rows:
+        return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
+    for name, columns in (
+        (sources.item_features, (sources.item_column,)),
+        (sources.user_features, (sources.user_column,)),
+        (sources.user_vectors, (sources.user_column, sources.vector_column)),
+        (sources.item_vectors, (sources.item_column, sources.vector_column)),
+    ):
+        if name:
+            feature_schema(source_file(name, base), columns)
+    found = f"{len(files)} file{'s' * (len(files) > 1)}"
+    if not sources.interactions:
+        return "ok", f"{found}, none of interactions: users are those of {sources.user_vectors}"
+    told = f"{found}; {rows:,} interactions" + ("" if is_all else " in the first rows")
+    return "ok", told + (f", {left_out:,} rows that cannot be used" if left_out else "")
+
+
+def look_at_bundle(config: "NightConfig") -> Found:
+    """Look at the bundle: its checksums, and whether the sources have its features."""
+    if line := missing("a look at bundles", "precompute", *PRECOMPUTE):
+        return "not used", f"by the service; {line}"
+    from precompute.bundles.bundle import Bundle
+    from precompute.bundles.bundle_store import handed_over
+    from precompute.scoring.inputs import demand_feature_types
+
+    if config.sources.item_vectors:
+        return "ok", f"made of {config.sources.item_vectors} by each night"
+    folder = config.path(config.bundle)
+    if folder.exists():
+        bundle = Bundle.read(folder)
+        bundle.verify()
+        demand_feature_types(config, bundle)
+        return "ok", f"{folder}: {bundle.name} {bundle.version}"
+    if known := handed_over(config.store()):
+        return "ok", f"{known[-1].digest[:12]}, handed over to the store"
+    return "to do", f"none at {folder}: set `bundle`, or run `larder train`"
+
+
+def look_at_store(config: "NightConfig") -> Found:
+    """Look at the artefact store: whether it takes a name once only."""
+    store = config.store()
+    store.demand_write_once()
+    count = len(store.names("generations"))
+    return (
+        "ok",
+        f"{config.artifacts}: {count} generation{'s' * (count != 1)} in namespace {config.namespace}",
+    )

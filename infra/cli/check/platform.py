@@ -1,0 +1,80 @@
+"""Looks at what surrounds Larder: the provider of live models, Airflow, lineage."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cache.errors import LarderError
+from cache.process.extras import missing
+from infra.cli.check.found import Found
+from infra.cli.dags import dags_folder, files_in
+
+if TYPE_CHECKING:
+    from cache.config.night import NightConfig
+
+_TRANSPORTS = (
+    "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__CONFIG_PATH", "OPENLINEAGE_URL", "OPENLINEAGE_CONFIG",
+)  # fmt: skip
+_EXTRACTORS = "AIRFLOW__OPENLINEAGE__EXTRACTORS"
+_EXTRACTOR = "infra.lineage.extractor.NightExtractor"
+_AIRFLOW = {
+    "missing": "not there",
+    "older": "of another release",
+    "changed": "changed by hand",
+    "foreign": "not ours",
+}
+
+
+def look_at_live(_config: "NightConfig") -> Found:
+    """Look for the provider that live models are to run by."""
+    from cache.config.serving import ServingConfig
+
+    provider = ServingConfig.load(os.environ).live_provider
+    if provider == "cpu":
+        return "not used", "live_provider is cpu: live models run on the processor"
+    from cache.model.runtime import Accelerator
+
+    if (why := Accelerator(provider).missing()) is not None:
+        return (
+            "to do",
+            f"live models would run on the processor: {why}, or set live_provider to cpu",
+        )
+    return (
+        "ok",
+        f"{provider}; whether models could be loaded there, `fallback` of /v1/generations says",
+    )
+
+
+def look_at_airflow(_config: "NightConfig") -> Found:
+    """Look at the DAG files of an Airflow."""
+    if missing("a night", "airflow", "airflow"):
+        return (
+            "not used",
+            "Airflow is not installed here: `larder night` runs a night, from cron for instance",
+        )
+    try:
+        folder = dags_folder(None)
+    except LarderError:
+        return (
+            "not used",
+            "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",
+        )
+    states = {file.target: file.state() for file in files_in(folder)}
+    for target, state in states.items():
+        if state in ("older", "changed", "foreign", "missing"):
+            return "to do", f"{target}: {_AIRFLOW[state]}; `larder dags install`"
+    return "ok", f"{len(states)} DAGs in {Path(folder)}"
+
+
+def look_at_lineage(_config: "NightConfig") -> Found:
+    """Look at the settings of OpenLineage."""
+    if not any(os.environ.get(name) for name in _TRANSPORTS):
+        return "not used", f"no transport for OpenLineage's events, such as {_TRANSPORTS[0]}"
+    if line := missing("lineage", "lineage", "openlineage"):
+        return "to do", line
+    if _EXTRACTOR not in os.environ.get(_EXTRACTORS, "").split(";"):
+        return "to do", f"events say nothing of data: set {_EXTRACTORS}={_EXTRACTOR}"
+    return (
+        "ok",
+        "each task of a night sends OpenLineage's events, where Airflow has this environment",
+    )
