@@ -1,5 +1,6 @@
 """The judges of L1's policy: traces that others published, and libCacheSim where it is installed."""
 
+import gzip
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,8 +71,6 @@ def test_a_column_of_a_text_is_its_keys() -> None:
 
 
 def test_check_ins_become_requests_of_their_users_in_sessions(tmp_path: Path) -> None:
-    import gzip
-
     file = tmp_path / "train.txt.gz"
     rows = {user: list(range(user, user + 30)) for user in range(200)}
     with gzip.open(file, "wt") as lines:
