@@ -155,7 +155,7 @@ def test_any_case_is_exact(data):
 
 @pytest.mark.storm
 @pytest.mark.usefixtures("agreed")
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_many_cases_are_exact(data):
     any_case(data, 9000)
