@@ -161,7 +161,7 @@ def test_a_chunk_of_short_histories_is_one_batch_of_a_device(bundle):
     """Crumbs for a processor's caches, hundreds of launches a chunk, took longer than the lists."""
     model = bundle.user_tower
     device = Small(model, 1 << 20)
-    histories = Histories.of(np.random.default_rng(2).integers(0, ITEMS, (16_384, 3)))
+    histories = Histories.of(list(np.random.default_rng(2).integers(0, ITEMS, (16_384, 3))))
 
     tower = tower_of(model, device)
     tower.run({"history": histories})
@@ -172,19 +172,23 @@ def test_a_chunk_of_short_histories_is_one_batch_of_a_device(bundle):
 def test_the_next_batch_is_sent_before_one_is_waited_for():
     seen = []
 
+    def nothing(*_):
+        raise AssertionError("is not called")
+
     class Slow(Program):
         def _started(self, feed, stream):
-            seen.append(f"sent {feed[0]}")
+            seen.append(f"sent {feed[0][0]}")
 
             def settled():
-                seen.append(f"there {feed[0]}")
+                seen.append(f"there {feed[0][0]}")
                 return feed[0]
 
             return settled
 
-    found = list(Slow(None, [0], torch.device("cpu")).outputs([[each] for each in range(3)]))
+    feeds = [[np.array([each])] for each in range(3)]
+    found = list(Slow(nothing, [0], torch.device("cpu")).outputs(feeds))
 
-    assert found == [0, 1, 2]
+    assert np.concatenate(found).tolist() == [0, 1, 2]
     assert seen == ["sent 0", "sent 1", "there 0", "sent 2", "there 1", "there 2"]
 
 
