@@ -52,6 +52,10 @@ class Licences:
     unseen: tuple[str, ...]
 
 
+UNDECLARED = "no licence"
+"""Word of an exception, and of a complaint, for a package that declares none."""
+
+
 def rules(text: str) -> Rules:
     """Read the file of allowed licences; raises `ValueError` for an exception without a reason."""
     read = tomllib.loads(text)
@@ -137,11 +141,11 @@ def look(wanted: Iterable[tuple[str, Pin]], known: Rules) -> Licences:
 
 def _judged(package: str, licence: str, locks: set[str], known: Rules) -> list[str]:
     excepted = known.exceptions.get(package)
+    told = licence or UNDECLARED
     if excepted is None:
-        told = licence or "no licence"
         return [] if is_allowed(licence, known.allowed) else [f"{package}: {told}, not allowed"]
-    if excepted["licence"] != licence:
-        return [f"{package}: {licence}, excepted as {excepted['licence']}"]
+    if excepted["licence"] != told:
+        return [f"{package}: {told}, excepted as {excepted['licence']}"]
     return [f"{package}: excepted, and shipped with the service"] if SHIPPED in locks else []
 
 
