@@ -100,8 +100,9 @@ class DeviceScorer:
             if not same_bits(vectors.shape[1], where):
                 _log.warning("%s adds in another order than this numpy: not used", device)
                 return None
-            half = chosen == torch.float16
-            faster = kernels_for(vectors.shape[1], where, fused) if half else None
+            faster = (
+                kernels_for(vectors.shape[1], where, fused) if chosen == torch.float16 else None
+            )
             group = faster.group_of(len(vectors)) if faster else None
             items = DeviceItems.of(compared, where, chosen, group)
             _settle(where)
@@ -195,7 +196,7 @@ class DeviceScorer:
                 continue
             left.append(uncertain)
             asked.told(len(piece) - len(uncertain))
-        return np.concatenate(left)
+        return np.sort(np.concatenate(left))  # pieces are taken last first
 
     def _search(
         self, asked: _Asked, shape: SearchShape, rows: NDArray[np.int64]
@@ -285,8 +286,8 @@ class DeviceScorer:
 
 
 def _slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """The same rows, ascending, as a slice if they are neighbours: nothing is then copied to read them."""
-    together = len(rows) and rows[-1] - rows[0] == len(rows) - 1
+    """The same rows as a slice if they are neighbours in ascending order: nothing is then copied to read them."""
+    together = len(rows) > 0 and bool((np.diff(rows) == 1).all())
     return slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
 
 
