@@ -14,7 +14,7 @@ from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model, open_bundle
 from precompute.bundles.bundle import BundleModel
 from precompute.bundles.digests import demand_sha256
-from precompute.config.devices import share_memory
+from precompute.config.devices import AUTO, share_memory
 from precompute.device.towers import DeviceTower, OnnxOnGpu, OnTheDevice
 from precompute.sources.unusable import shown
 
@@ -34,7 +34,8 @@ def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower
     if isinstance(running, str):
         _log.info("%s stays on the processor: %s", model.name, running)
         return tower
-    return DeviceTower(model.name, tower, running)
+    may_stay = build.config.device == AUTO and model.program is None
+    return DeviceTower(model.name, tower, running, may_stay=may_stay)
 
 
 def _on_device(build: Build, model: BundleModel, device: str) -> OnTheDevice | str:

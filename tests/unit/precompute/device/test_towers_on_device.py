@@ -120,6 +120,39 @@ def test_a_tower_beyond_its_tolerance_is_refused_before_it_scores(
             on_device(vectors, moved, name)
 
 
+@pytest.mark.parametrize(
+    ("device", "program", "may_stay"),
+    [("auto", None, True), ("auto", "a program", False), ("cuda", None, False)],
+)
+def test_a_form_that_nobody_asked_for_and_is_off_leaves_the_model_to_the_processor(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    program: str | None,
+    may_stay: bool,
+) -> None:
+    vectors = np.random.default_rng(4).standard_normal((20, DIMS)).astype(np.float32)
+    moved = off_by(vectors, vectors, 8 * AGREEMENT)
+    known = Known(vectors)
+    monkeypatch.setattr(towers, "fetch_model", lambda *_: None)
+    monkeypatch.setattr(towers, "_on_device", lambda *_: Known(moved))
+    monkeypatch.setattr(Tower, "open", lambda *_, **__: known)
+    build: Any = SimpleNamespace(config=SimpleNamespace(device=device, threads=1))
+    model: Any = SimpleNamespace(name="item_tower", program=program, spec=known.spec)
+    tower = towers.open_tower(build, model, "cuda:0")
+    rows: Any = {"row": np.arange(20)}
+
+    if not may_stay:
+        with pytest.raises(BundleError, match="differs"):
+            tower.run(rows)
+        return
+    assert all(np.array_equal(tower.run(rows), vectors) for _ in range(2))
+    assert (
+        caplog.text.count("item_tower stays on the processor: item_tower on the device differs")
+        == 1
+    )
+
+
 def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has_no_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
