@@ -21,7 +21,7 @@ from cache.topk.compiled import fits, long_enough
 from cache.topk.flat import Compared, Top, lengths
 from cache.topk.topk import Scorer, checked
 from precompute.device.exact import same_bits, unpacked
-from precompute.device.items import Columns, DeviceItems, fetched
+from precompute.device.items import Columns, DeviceItems, fetched, slice_of
 from precompute.device.probe import kernels_for
 from precompute.device.search import SearchShape, search
 
@@ -202,7 +202,7 @@ class DeviceScorer:
         self, asked: _Asked, shape: SearchShape, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         with self._stream():
-            where = _slice_of(rows)
+            where = slice_of(rows)
             users = np.ascontiguousarray(asked.users[where])
             compared = unit(users) if self._compared.metric == "cosine" else users
             queries = self._items.queries(users, compared)
@@ -283,12 +283,6 @@ class DeviceScorer:
             if not self.has_failed:
                 self.has_failed = True
                 _log.warning("%s failed, the processor goes on: %s", self._device, error)
-
-
-def _slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """The same rows as a slice if they are neighbours in ascending order: nothing is then copied to read them."""
-    together = len(rows) > 0 and bool((np.diff(rows) == 1).all())
-    return slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
 
 
 def _is_full(error: RuntimeError) -> bool:

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="scoring on a device needs torch: ma
 
 from precompute.device import scorer as device_scorer  # noqa: E402
 from precompute.device import search as device_search  # noqa: E402
+from precompute.device.items import slice_of  # noqa: E402
 from precompute.device.scorer import DeviceScorer  # noqa: E402
 from precompute.device.search import SearchShape  # noqa: E402
 
@@ -51,6 +52,6 @@ def test_users_left_by_pieces_keep_their_own_exclusions(monkeypatch):
 
 
 def test_only_neighbours_in_order_are_a_slice():
-    assert device_scorer._slice_of(np.array([3, 4, 5])) == slice(3, 6)
+    assert slice_of(np.array([3, 4, 5])) == slice(3, 6)
     for rows in ([7, 0, 9], [5, 4, 3], [1, 1, 3], [2, 5, 4]):
-        assert isinstance(device_scorer._slice_of(np.array(rows)), np.ndarray)
+        assert isinstance(slice_of(np.array(rows)), np.ndarray)
