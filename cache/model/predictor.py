@@ -66,21 +66,23 @@ class Predictor:
         """Load what the tables' producers name; `threads` per inference and search, the towers' own kept on `cores`.
 
         A model that the night could not quantize runs in fp32, and `precisions` says so. Where the `accelerator` cannot
-        be used the towers run on the processor, and `fallback` says why.
+        be used, or would leave most of an int8 model to the processor, the towers run there, and `fallback` says why.
         """
+        wanted = {table.producer.model for table in manifest.tables.values()}
+        models = {name: model for name, model in manifest.models.items() if name in wanted}
+        files = {name: _file(model, precision) for name, model in models.items()}
+        precisions = {name: chosen for name, (chosen, _) in files.items()}
         fallback = None if accelerator is None else accelerator.missing()
+        if accelerator is not None and fallback is None and "int8" in precisions.values():
+            fallback = f"{accelerator.provider} has few of the operators of int8 models: set precision to fp32"
         if fallback is not None:
             accelerator = None
-        wanted = {table.producer.model for table in manifest.tables.values()}
         towers: dict[str, Tower] = {}
-        precisions: dict[str, ModelPrecision] = {}
-        for name, model in manifest.models.items():
-            if name in wanted:
-                spec = TowerSpec.from_json(model.spec)
-                precisions[name], file = _file(model, precision)
-                towers[name] = Tower.open(
-                    root / file, spec, threads=threads, cores=cores, accelerator=accelerator
-                )
+        for name, (_, file) in files.items():
+            spec = TowerSpec.from_json(models[name].spec)
+            towers[name] = Tower.open(
+                root / file, spec, threads=threads, cores=cores, accelerator=accelerator
+            )
         if accelerator is not None:
             fallback = accelerator.left_out(each.provider for each in towers.values())
         searchers = {

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ AUTO, OFF = "auto", "off"
 
 _SIGNS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Device files of NVIDIA's driver, WSL's and AMD's: importing torch just to find no GPU takes seconds."""
+
+_CHOICE_S, _LOOK_S = 30.0, 0.02
+"""Seconds that a process waits for others to choose, which takes milliseconds, and between its looks."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,21 +70,28 @@ def least_busy(
 ) -> Iterator[str | None]:
     """The device of one shard of many processes on this host: the one on which fewest score, of equals its own turn's.
 
-    Who scores holds a lock, so nothing is left behind by one that was killed. `tasks` is how many may share a device;
-    more than that share it, too, and the log says so.
+    Who scores on a GPU holds a lock, so nothing is left behind by one that was killed. `tasks` is how many may share a
+    device; more than that share it, too, and the log says so.
     """
     found = devices(wanted)
-    if len(found) < 2:
+    if not found or not found[0].startswith("cuda"):
         yield device_of(wanted, shard)
         return
     turn, place = shard % len(found), folder or Path(tempfile.gettempdir())
+    names = {each: identity(each) for each in found}  # by the driver: nobody waits for it
     with ExitStack() as held:
         with _lock_file(place, "choice") as choice:
-            fcntl.flock(choice, fcntl.LOCK_EX)  # no two count at once
-            busy = {each: _taken(place, each) for each in (*found[turn:], *found[:turn])}
+            if not _is_locked(choice):  # no two count at once
+                _log.warning(
+                    "%s is locked for more than %.0f s: end who holds it (`fuser`); scoring on %s meanwhile, its turn",
+                    choice.name, _CHOICE_S, found[turn],
+                )  # fmt: skip
+                yield found[turn]
+                return
+            busy = {each: _taken(place, names[each]) for each in (*found[turn:], *found[:turn])}
             chosen = min(busy, key=lambda each: len(busy[each]))
             slot = next(each for each in itertools.count() if each not in busy[chosen])
-            claim = held.enter_context(_lock_file(place, _slot(chosen, slot)))
+            claim = held.enter_context(_lock_file(place, _slot(names[chosen], slot)))
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if len(busy[chosen]) >= tasks:
             _log.warning(
@@ -111,10 +122,24 @@ def identity(device: str) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _taken(folder: Path, device: str) -> set[int]:
-    """Slots of a device that living processes hold."""
+def _is_locked(file: IO[str]) -> bool:
+    """True once this process has the lock; False if another one holds it for too long."""
+    give_up = time.monotonic() + _CHOICE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(_LOOK_S)
+        else:
+            return True
+
+
+def _taken(folder: Path, name: str) -> set[int]:
+    """Slots of a device of this name that living processes hold."""
     found = set()
-    for path in folder.glob(_lock_name(_slot(device, "*"))):
+    for path in folder.glob(_lock_name(_slot(name, "*"))):
         with path.open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,8 +148,8 @@ def _taken(folder: Path, device: str) -> set[int]:
     return found
 
 
-def _slot(device: str, number: int | str) -> str:
-    return f"{identity(device)}.{number}"
+def _slot(name: str, number: int | str) -> str:
+    return f"{name}.{number}"
 
 
 def _lock_name(what: str) -> str:

@@ -207,6 +207,12 @@ def fetched(found: torch.Tensor) -> torch.Tensor:
     return host.copy_(found, non_blocking=True)
 
 
+def slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """The same rows as a slice if they are neighbours in ascending order: nothing is then copied to read them."""
+    together = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+    return slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
+
+
 def _above(lengths: torch.Tensor) -> torch.Tensor:
     return (lengths * _ROUND_UP + _LEAST).to(torch.float32)
 

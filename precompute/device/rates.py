@@ -10,8 +10,9 @@ from cache.model.ranking import Metric
 
 MEASURED_ON = "NVIDIA H200"
 MEASURED_ITEMS = 1_000_000
+MEASURED_K = 100
 MEASURED = {128: 143_294, 256: 123_517}
-"""Users per second of the bench `gpu` by dimensions, K = 100, histories excluded; as `tests/bench/results` has them."""
+"""Users per second of the bench `gpu` by dimensions, histories excluded; as `tests/bench/results` has them."""
 _REPEATS = 3
 
 
@@ -23,14 +24,17 @@ class DeviceRate:
     how: str
 
 
-def by_table(items: int, dims: int) -> DeviceRate:
-    """Rate of one GPU that was measured: its time for a list grows with the items, and on a line with dimensions."""
+def by_table(items: int, dims: int, k: int) -> DeviceRate:
+    """Rate of one GPU that was measured: its time for a list grows with the items, and on a line with dimensions.
+
+    What another K costs was not measured: it counts for nothing, and `how` says so.
+    """
     (few, slow), (many, fast) = ((each, MEASURED_ITEMS * rate) for each, rate in MEASURED.items())
     per_dim = (1 / fast - 1 / slow) / (many - few)
     seconds = items * (1 / slow + per_dim * (dims - few))
     rate = MEASURED[few]
-    how = f"a table: one {MEASURED_ON} did {rate:,} users/s with {MEASURED_ITEMS:,} items of {few}"
-    return DeviceRate(1 / seconds, how)
+    how = f"a table: one {MEASURED_ON} did {rate:,} users/s with {MEASURED_ITEMS:,} items of {few}, K = {MEASURED_K}"
+    return DeviceRate(1 / seconds, how if k == MEASURED_K else f"{how} (not {k})")
 
 
 def by_rehearsal(
@@ -40,7 +44,9 @@ def by_rehearsal(
     metric: Metric,
     k: int,
 ) -> DeviceRate | None:
-    """Rate of a device of torch for some real users and all items; None where it cannot hold them."""
+    """Rate of a device of torch for some real users and all items; None where it cannot hold them, or without users."""
+    if not len(users):
+        return None
     import torch
 
     from precompute.device.scorer import DeviceScorer

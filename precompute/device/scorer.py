@@ -21,7 +21,7 @@ from cache.topk.compiled import fits, long_enough
 from cache.topk.flat import Compared, Top, lengths
 from cache.topk.topk import Scorer, checked
 from precompute.device.exact import same_bits, unpacked
-from precompute.device.items import Columns, DeviceItems, fetched
+from precompute.device.items import Columns, DeviceItems, fetched, slice_of
 from precompute.device.probe import kernels_for
 from precompute.device.search import SearchShape, search
 
@@ -100,8 +100,9 @@ class DeviceScorer:
             if not same_bits(vectors.shape[1], where):
                 _log.warning("%s adds in another order than this numpy: not used", device)
                 return None
-            half = chosen == torch.float16
-            faster = kernels_for(vectors.shape[1], where, fused) if half else None
+            faster = (
+                kernels_for(vectors.shape[1], where, fused) if chosen == torch.float16 else None
+            )
             group = faster.group_of(len(vectors)) if faster else None
             items = DeviceItems.of(compared, where, chosen, group)
             _settle(where)
@@ -195,13 +196,13 @@ class DeviceScorer:
                 continue
             left.append(uncertain)
             asked.told(len(piece) - len(uncertain))
-        return np.concatenate(left)
+        return np.sort(np.concatenate(left))  # pieces are taken last first
 
     def _search(
         self, asked: _Asked, shape: SearchShape, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         with self._stream():
-            where = _slice_of(rows)
+            where = slice_of(rows)
             users = np.ascontiguousarray(asked.users[where])
             compared = unit(users) if self._compared.metric == "cosine" else users
             queries = self._items.queries(users, compared)
@@ -282,12 +283,6 @@ class DeviceScorer:
             if not self.has_failed:
                 self.has_failed = True
                 _log.warning("%s failed, the processor goes on: %s", self._device, error)
-
-
-def _slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """The same rows, ascending, as a slice if they are neighbours: nothing is then copied to read them."""
-    together = len(rows) and rows[-1] - rows[0] == len(rows) - 1
-    return slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
 
 
 def _is_full(error: RuntimeError) -> bool:

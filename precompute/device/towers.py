@@ -50,9 +50,14 @@ class OnnxOnGpu:
 
 
 class DeviceTower:
-    """A model on a device, fed like its ONNX file, and compared with it on the first rows that it is given."""
+    """A model on a device, fed like its ONNX file, and compared with it on the first rows that it is given.
 
-    def __init__(self, name: str, tower: Tower, running: OnTheDevice) -> None:
+    Where it `may_stay`, because nobody asked for this form of it, it runs on the processor if they disagree.
+    """
+
+    def __init__(
+        self, name: str, tower: Tower, running: OnTheDevice, *, may_stay: bool = False
+    ) -> None:
         self.spec = tower.spec
         self._name = name
         self._tower = tower
@@ -60,12 +65,20 @@ class DeviceTower:
         self._names = [each.name for each in tower.spec.inputs]
         self._tile = OF_DEVICE
         self._is_compared = False
+        self._may_stay = may_stay
+        self._stays = False
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
         """Outputs float32 [n, output_dims]; raises BundleError where the device and the processor disagree."""
-        if not self._is_compared:
-            self._compare(inputs)
-        return self._outputs(inputs)
+        if not (self._is_compared or self._stays):
+            try:
+                self._compare(inputs)
+            except BundleError as error:
+                if not self._may_stay:
+                    raise
+                self._stays = True
+                _log.warning("%s stays on the processor: %s", self._name, error.message)
+        return self._tower.run(inputs) if self._stays else self._outputs(inputs)
 
     def _outputs(self, inputs: Inputs) -> NDArray[np.float32]:
         out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.errors import ConfigError
 from cache.topk.topk import Scorer
 from precompute.builds.build import Build, fetch_items, open_bundle
 from precompute.builds.tables import configured_tables, metric_of
@@ -150,12 +151,16 @@ class Trial:
 
     def on_devices(self, wanted: str, shape: Shape, k: int) -> DeviceRate:
         """Rate of the lists on the GPUs of this host, tried on one of them; without any, of one that was measured."""
-        found = None
-        if here := devices(wanted):
+        found, table = None, by_table(shape.items, shape.dims, k)
+        try:
+            here = devices(wanted)
+        except ConfigError:  # a plan is made elsewhere than the nights run
+            return replace(table, how=f"{table.how}; device {wanted!r} cannot be used on this host")
+        if here:
             users, vectors = self.encoded()
             found = by_rehearsal(here[0], users, vectors, self.bundle.metric, k)
         if found is None:
-            return by_table(shape.items, shape.dims)
+            return table
         grows = shape.items * shape.dims / vectors.size
         how = f"{len(here)} x {found.how}" if len(here) > 1 else found.how
         return DeviceRate(len(here) * found.users_per_s / grows, how)

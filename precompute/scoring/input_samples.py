@@ -12,6 +12,7 @@ from cache.model.input_sample import USERS_MAX, probe_part
 from cache.model.ranking import Metric
 from precompute.builds.build import Build, fetch_partition
 from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.device.towers import DeviceTower
 from precompute.partitions.shard_files import (
     HASH,
     PARTITION,
@@ -129,13 +130,17 @@ def regrouped_alike(
 ) -> dict[str, bool]:
     """By model: that its rows have the same bits beside any others, tried on real inputs where it will run.
 
-    Nothing is copied of one that has not, nor of one that nobody has the inputs for.
+    Nothing is copied of one that has not, nor of one that nobody has the inputs for; nor of one on a GPU: its batches
+    are larger than what is tried here, and by their size it may choose how it adds.
     """
     users, found = _some_users(made), {}
     for model in bundle.models:
         if base.model_digest(model.name) != model.digest:
             continue
         tower = open_tower(made, model, device)
+        if isinstance(tower, DeviceTower):
+            found[model.name] = False
+            continue
         if model.entity == "item":
             features = open_item_features(made, model.spec, items.count)
             rows = np.flatnonzero(features.of(np.arange(min(ROWS, items.count)))[1])

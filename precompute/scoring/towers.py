@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +11,10 @@ from cache.errors import LarderError, SourceError
 from cache.model.runtime import Accelerator
 from cache.model.tower import AnyTower, Inputs, Tower, rows_of, rows_taken
 from cache.process.host import usable_cores
-from precompute.builds.build import Build, fetch_model
+from precompute.builds.build import Build, fetch_model, open_bundle
 from precompute.bundles.bundle import BundleModel
 from precompute.bundles.digests import demand_sha256
-from precompute.config.devices import share_memory
+from precompute.config.devices import AUTO, share_memory
 from precompute.device.towers import DeviceTower, OnnxOnGpu, OnTheDevice
 from precompute.sources.unusable import shown
 
@@ -33,7 +34,8 @@ def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower
     if isinstance(running, str):
         _log.info("%s stays on the processor: %s", model.name, running)
         return tower
-    return DeviceTower(model.name, tower, running)
+    may_stay = build.config.device == AUTO and model.program is None
+    return DeviceTower(model.name, tower, running, may_stay=may_stay)
 
 
 def _on_device(build: Build, model: BundleModel, device: str) -> OnTheDevice | str:
@@ -46,10 +48,13 @@ def _on_device(build: Build, model: BundleModel, device: str) -> OnTheDevice | s
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return f"its bundle has no program, and {device} is no GPU"
-    limit_bytes = share_memory(device, build.config.device_tasks)
-    accelerator = Accelerator("cuda", int(number), limit_bytes)
+    accelerator = Accelerator("cuda", int(number))
     if (why := accelerator.missing()) is not None:
         return f"its bundle has no program, and {why}"
+    # Each such model has an arena of its own, and torch is one more.
+    arenas = 1 + sum(each.program is None for each in open_bundle(build).models)
+    limit_bytes = share_memory(device, build.config.device_tasks * arenas)
+    accelerator = replace(accelerator, limit_bytes=limit_bytes)
     there = Tower.open(fetch_model(build, model), model.spec, accelerator=accelerator)
     if there.provider != accelerator.provider:
         return (

@@ -79,7 +79,10 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
             ) or "events" not in begun:
                 continue
             until = str(begun["events"]["until"])
-            of_events = {each.name for each in event_files(config, until).files}
+            try:
+                of_events = {each.name for each in event_files(config, until).files}
+            except ConfigError:  # its files became others meanwhile: it is not gone on with
+                continue
             own = own or pin(all_files(config))[1]
             if own == [each for each in begun["inputs"] if each["name"] not in of_events]:
                 return until

@@ -54,9 +54,13 @@ def open_predictor(
         except Exception as error:  # of a GPU: of memory, of an operator, of a driver
             if accelerator is None:
                 raise
+            log.warning(
+                "generation %s: models failed on %s",
+                manifest.generation, accelerator.provider, exc_info=error,
+            )  # fmt: skip
             predictor, fallback = (
                 warmed(None),
-                f"the models failed on {accelerator.provider}: {error}",
+                f"the models failed on {accelerator.provider} ({type(error).__name__}, see the log)",
             )
     except Exception as error:  # models are guests: a broken one must not take the pages along
         log.exception("generation %s has no working model", manifest.generation)

@@ -7,8 +7,9 @@ import pytest
 
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
-from cache.model.predictor import Predictor
+from cache.model.predictor import ModelPrecision, Predictor
 from cache.model.runtime import Accelerator, ort
+from cache.model.tower import Tower
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.releases import newest_release
 from infra.cli.check.command import LOOKS
@@ -39,10 +40,14 @@ def live(night: NightConfig) -> tuple[ArtefactStore, Manifest]:
     return store, read_manifest(store, release.generation)
 
 
-def opened(live: tuple[ArtefactStore, Manifest], accelerator: Accelerator | None) -> Opened:
+def opened(
+    live: tuple[ArtefactStore, Manifest],
+    accelerator: Accelerator,
+    precision: ModelPrecision = "fp32",
+) -> Opened:
     store, manifest = live
     items = ItemTable.open(store.local(generation_path(manifest.generation)), manifest)
-    return open_predictor(store, manifest, items, "int8", 1, (), accelerator)
+    return open_predictor(store, manifest, items, precision, 1, (), accelerator)
 
 
 async def test_a_provider_that_is_not_there_is_told_and_answers_stay(
@@ -84,8 +89,32 @@ def test_a_provider_that_does_not_load_is_told(
     assert fallback is not None and "could not load CUDAExecutionProvider" in fallback
 
 
-def test_models_that_fail_on_a_gpu_run_on_the_processor(
+def test_int8_models_are_not_said_to_run_on_a_gpu_that_has_few_of_their_operators(
     live: tuple[ArtefactStore, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    asked: list[Accelerator | None] = []
+    plain = Tower.open
+
+    def noted(*given: Any, accelerator: Accelerator | None = None, **how: Any) -> Tower:
+        asked.append(accelerator)
+        return plain(*given, **how)
+
+    monkeypatch.setattr(Tower, "open", noted)
+
+    predictor, degraded, fallback = opened(live, Accelerator("cuda"), "int8")
+
+    assert (
+        predictor is not None and degraded is None and predictor.precisions["user_tower"] == "int8"
+    )
+    assert asked and set(asked) == {None}
+    assert fallback == "cuda has few of the operators of int8 models: set precision to fp32"
+
+
+def test_models_that_fail_on_a_gpu_run_on_the_processor(
+    live: tuple[ArtefactStore, Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain = Predictor.open
 
@@ -99,7 +128,8 @@ def test_models_that_fail_on_a_gpu_run_on_the_processor(
     predictor, degraded, fallback = opened(live, Accelerator("cuda"))
 
     assert predictor is not None and degraded is None
-    assert fallback == "the models failed on cuda: CUDA failure 2: out of memory"
+    assert fallback == "the models failed on cuda (RuntimeError, see the log)"
+    assert "CUDA failure 2: out of memory" in caplog.text
 
 
 def test_models_that_fail_on_the_processor_too_leave_the_pages(

@@ -1,5 +1,6 @@
 """Where scoring runs: what is demanded, what is found, and that nobody pays for a torch that is not wanted."""
 
+import fcntl
 import importlib.util
 import subprocess
 import sys
@@ -195,9 +196,46 @@ def test_a_shard_takes_the_gpu_on_which_fewest_processes_score(monkeypatch, tmp_
         assert taken(1) == "cuda:1" and "3 processes score on cuda:1" in caplog.text
 
 
-def test_one_device_or_none_is_taken_without_a_lock(monkeypatch, tmp_path):
-    for found, taken in (((), None), (("cuda:1",), "cuda:1")):
+def test_no_gpu_is_taken_without_a_lock(monkeypatch, tmp_path):
+    for found, taken in (((), None), (("cpu",), "cpu")):
         monkeypatch.setattr(devices, "devices", lambda wanted, found=found: found)
         with devices.least_busy("auto", 3, 1, tmp_path) as device:
             assert device == taken
     assert not list(tmp_path.iterdir())
+
+
+def test_more_tasks_than_declared_on_the_one_gpu_are_told(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:1",))
+    monkeypatch.setattr(devices, "identity", lambda device: device[-1])
+
+    with ExitStack() as stack:
+        taken = [
+            stack.enter_context(devices.least_busy("auto", number, 2, tmp_path))
+            for number in range(2)
+        ]
+        assert not caplog.text
+        taken.append(stack.enter_context(devices.least_busy("auto", 2, 2, tmp_path)))
+
+    assert taken == ["cuda:1"] * 3
+    assert "3 processes score on cuda:1, and device_tasks is 2" in caplog.text
+
+
+def test_a_process_that_keeps_the_choice_is_named_and_not_waited_for(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(devices, "_CHOICE_S", 0.0)
+    path = tmp_path / devices._lock_name("choice")
+
+    def identity(device):
+        with path.open("a") as file:  # the driver is asked before the lock is taken
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return device[-1]
+
+    monkeypatch.setattr(devices, "identity", identity)
+    with devices.least_busy("auto", 1, 1, tmp_path) as device:
+        assert device == "cuda:1" and not caplog.text
+
+    monkeypatch.setattr(devices, "identity", lambda device: device[-1])
+    with path.open("a") as stuck:
+        fcntl.flock(stuck, fcntl.LOCK_EX)
+        with devices.least_busy("auto", 3, 1, tmp_path) as device:
+            assert device == "cuda:1" and f"{path} is locked" in caplog.text

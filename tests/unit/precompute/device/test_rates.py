@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache.errors import ConfigError
+from cache.topk.compiled import K_MAX
 from precompute.device import rates
 from precompute.device.rates import DeviceRate, by_rehearsal, by_table
 from precompute.planning import trial
@@ -28,11 +30,15 @@ def test_the_table_is_what_the_bench_found() -> None:
 
 def test_the_table_grows_with_items_and_dimensions() -> None:
     for dims, measured in rates.MEASURED.items():
-        assert by_table(rates.MEASURED_ITEMS, dims).users_per_s == pytest.approx(measured)
-        assert by_table(rates.MEASURED_ITEMS // 4, dims).users_per_s == pytest.approx(4 * measured)
-    at = [by_table(1_000_000, dims).users_per_s for dims in (32, 128, 200, 256, 1024)]
+        assert by_table(rates.MEASURED_ITEMS, dims, 100).users_per_s == pytest.approx(measured)
+        assert by_table(rates.MEASURED_ITEMS // 4, dims, 100).users_per_s == pytest.approx(
+            4 * measured
+        )
+    at = [by_table(1_000_000, dims, 100).users_per_s for dims in (32, 128, 200, 256, 1024)]
     assert at == sorted(at, reverse=True) and min(at) > 0
-    assert "NVIDIA H200 did 143,294 users/s with 1,000,000 items of 128" in by_table(9, 8).how
+    told = "NVIDIA H200 did 143,294 users/s with 1,000,000 items of 128, K = 100"
+    assert by_table(9, 8, 100).how.endswith(told)
+    assert by_table(9, 8, 1000).how.endswith(f"{told} (not 1000)")
 
 
 def vectors(count: int) -> Any:
@@ -46,6 +52,7 @@ def test_a_rehearsal_is_of_the_device_itself() -> None:
 
     assert found is not None and found.users_per_s > 0 and "64 users" in found.how
     assert by_rehearsal(DEVICE, vectors(4), np.zeros((3, 16), np.float32), "cosine", 2) is None
+    assert by_rehearsal(DEVICE, vectors(4)[:0], vectors(300), "inner_product", 500) is None
 
 
 def on(
@@ -64,7 +71,7 @@ def on(
 def test_a_plan_goes_by_the_gpus_here_and_else_by_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    table = by_table(2_000, 32)
+    table = by_table(2_000, 32, 100)
 
     assert on(monkeypatch, (), None) == table
     assert on(monkeypatch, ("cuda:0",), None) == table
@@ -72,3 +79,26 @@ def test_a_plan_goes_by_the_gpus_here_and_else_by_the_table(
     assert one == DeviceRate(100.0, "a rehearsal")  # eight times the numbers
     two = on(monkeypatch, ("cuda:0", "cuda:1"), DeviceRate(800.0, "a rehearsal"))
     assert two == DeviceRate(200.0, "2 x a rehearsal")
+
+
+def test_a_gpu_that_is_demanded_and_not_on_this_host_leaves_the_plan_to_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(_wanted: str) -> tuple[str, ...]:
+        raise ConfigError("device 'cuda' is not there", field="device")
+
+    monkeypatch.setattr(trial, "devices", refused)
+    own, shape = SimpleNamespace(), SimpleNamespace(items=2_000, dims=32)
+
+    found = Trial.on_devices(own, "cuda", shape, 100)  # type: ignore[arg-type]
+
+    table = by_table(2_000, 32, 100)
+    assert found.users_per_s == table.users_per_s
+    assert found.how == f"{table.how}; device 'cuda' cannot be used on this host"
+
+
+def test_no_list_is_too_long_for_the_kernels_that_the_table_is_of() -> None:
+    pytest.importorskip("triton", reason="the kernels are Triton's: make torch-env")
+    from precompute.device import fused, scorer
+
+    assert K_MAX + K_MAX // 4 + max(scorer._SPARES) <= fused.FETCH_MOST

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cache.errors import BundleError
 from cache.format.records.layout import NO_ITEM, Layout
 from cache.model.runtime import Accelerator, ort
-from cache.model.tower import Histories, Tile
+from cache.model.tower import Histories, Tile, Tower
 from cache.topk.topk import Scorer
 from precompute.device.towers import AGREEMENT, LENGTH_AGREEMENT, DeviceTower, OnnxOnGpu
 from precompute.gates.rules import exact
@@ -120,6 +120,39 @@ def test_a_tower_beyond_its_tolerance_is_refused_before_it_scores(
             on_device(vectors, moved, name)
 
 
+@pytest.mark.parametrize(
+    ("device", "program", "may_stay"),
+    [("auto", None, True), ("auto", "a program", False), ("cuda", None, False)],
+)
+def test_a_form_that_nobody_asked_for_and_is_off_leaves_the_model_to_the_processor(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    program: str | None,
+    may_stay: bool,
+) -> None:
+    vectors = np.random.default_rng(4).standard_normal((20, DIMS)).astype(np.float32)
+    moved = off_by(vectors, vectors, 8 * AGREEMENT)
+    known = Known(vectors)
+    monkeypatch.setattr(towers, "fetch_model", lambda *_: None)
+    monkeypatch.setattr(towers, "_on_device", lambda *_: Known(moved))
+    monkeypatch.setattr(Tower, "open", lambda *_, **__: known)
+    build: Any = SimpleNamespace(config=SimpleNamespace(device=device, threads=1))
+    model: Any = SimpleNamespace(name="item_tower", program=program, spec=known.spec)
+    tower = towers.open_tower(build, model, "cuda:0")
+    rows: Any = {"row": np.arange(20)}
+
+    if not may_stay:
+        with pytest.raises(BundleError, match="differs"):
+            tower.run(rows)
+        return
+    assert all(np.array_equal(tower.run(rows), vectors) for _ in range(2))
+    assert (
+        caplog.text.count("item_tower stays on the processor: item_tower on the device differs")
+        == 1
+    )
+
+
 def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has_no_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -132,6 +165,30 @@ def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has
 
     assert isinstance(told, str) and "install onnxruntime-gpu" in told
     assert "cpu is no GPU" in str(towers._on_device(build, model, "cpu"))
+
+
+def test_models_without_a_program_and_torch_share_a_tasks_memory_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bundle = SimpleNamespace(
+        models=[SimpleNamespace(program=each) for each in (None, None, "p", None)]
+    )
+    opened: list[Accelerator] = []
+
+    def noted(_path: Any, spec: Any, *, accelerator: Accelerator) -> Any:
+        opened.append(accelerator)
+        return SimpleNamespace(provider="cuda", spec=spec)
+
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(towers, "open_bundle", lambda _: bundle)
+    monkeypatch.setattr(towers, "fetch_model", lambda *_: None)
+    monkeypatch.setattr(towers, "share_memory", lambda _, tasks: (24 << 30) // tasks)
+    monkeypatch.setattr(Tower, "open", noted)
+    build: Any = SimpleNamespace(config=SimpleNamespace(device_tasks=2))
+    model: Any = SimpleNamespace(name="user_tower", program=None, spec=SimpleNamespace(inputs=[]))
+
+    assert isinstance(towers._on_device(build, model, "cuda:1"), OnnxOnGpu)
+    assert opened == [Accelerator("cuda", 1, 3 << 30)]  # two tasks, each of three models and torch
 
 
 def test_the_onnx_file_on_a_gpu_says_when_its_memory_is_full() -> None:

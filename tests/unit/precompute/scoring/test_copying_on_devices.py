@@ -1,0 +1,39 @@
+"""Nights that copy, on a GPU: nothing of a model that runs there is copied."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from precompute.device.towers import DeviceTower
+from precompute.scoring import input_samples
+
+
+@pytest.mark.parametrize(("device", "is_alike"), [("cuda:0", False), (None, True)])
+def test_rows_are_alike_on_the_processor_alone(
+    monkeypatch: pytest.MonkeyPatch, device: str | None, is_alike: bool
+) -> None:
+    # Given a model whose rows depend on nothing else, as far as a sample of them can tell
+    tower: Any = SimpleNamespace(
+        spec=SimpleNamespace(inputs=[]), run=lambda given: np.zeros((len(given["row"]), 2), "f4")
+    )
+
+    def opened(_made: object, model: Any, on: str | None) -> Any:
+        return tower if on is None else DeviceTower(model.name, tower, tower)
+
+    features = SimpleNamespace(of=lambda rows: ({}, np.ones(len(rows), np.bool_)))
+    monkeypatch.setattr(input_samples, "open_tower", opened)
+    monkeypatch.setattr(input_samples, "_some_users", lambda _: None)
+    monkeypatch.setattr(input_samples, "open_item_features", lambda *_: features)
+    monkeypatch.setattr(input_samples, "item_inputs", lambda *given: ({"row": given[-1]}, None))
+    monkeypatch.setattr(DeviceTower, "run", lambda _, given: tower.run(given))
+    model = SimpleNamespace(name="item_tower", entity="item", digest="1", spec=None)
+    base: Any = SimpleNamespace(model_digest=lambda _: "1")
+    bundle: Any = SimpleNamespace(models=[model])
+    made: Any = None
+    items: Any = SimpleNamespace(count=9)
+
+    found = input_samples.regrouped_alike(made, base, bundle, items, device)
+
+    assert found == {"item_tower": is_alike}

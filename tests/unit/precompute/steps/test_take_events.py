@@ -1,0 +1,56 @@
+"""The position that a retry of a night goes on with: that of an unfinished generation whose files are still there."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cache.config.events import EventsConfig
+from precompute.builds.build import Build
+from precompute.config.settings import NightConfig
+from precompute.control.states import State
+from precompute.reuse.base import settings_digest
+from precompute.steps import take_events
+
+CUT = "2026-01-31T00:00:00Z"
+OLDER, NEWER = "20260131T000000Z-0123456789ab", "20260131T000000Z-f123456789ab"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NightConfig:
+    """Settings with a store that has no file of events, all of whose generations are unfinished."""
+    found = NightConfig(
+        namespace="taking", artifacts=str(tmp_path), events=EventsConfig(enabled=True)
+    )
+
+    @contextmanager
+    def opened(_: NightConfig) -> Iterator[Any]:
+        yield SimpleNamespace(store=found.store(), state=lambda _: State.BEGUN)
+
+    monkeypatch.setattr(take_events, "open_releases", opened)
+    monkeypatch.setattr(take_events, "all_files", lambda _: [])
+    return found
+
+
+def begun(config: NightConfig, generations: Mapping[str, str]) -> None:
+    """Generations that began with the events up to positions."""
+    for generation, until in generations.items():
+        report = {
+            "cut": CUT, "settings": settings_digest(config), "events": {"until": until}, "inputs": [],
+        }  # fmt: skip
+        Build(config, config.store(), generation).report("begin", report)
+
+
+def test_a_generation_whose_files_were_merged_meanwhile_is_not_gone_on_with(
+    config: NightConfig,
+) -> None:
+    begun(config, {NEWER: "5-0"})  # no file ends there any more
+
+    assert take_events._unfinished_until(config, CUT) is None
+
+    begun(config, {OLDER: "0-0"})
+    assert take_events._unfinished_until(config, CUT) == "0-0"
+    assert take_events._unfinished_until(config, None) is None
