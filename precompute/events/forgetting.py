@@ -26,11 +26,9 @@ from precompute.events.stream import entries
 def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
     """Remove the events of erased entities, from the stream first: a night that takes it over leaves them out.
 
-    Also where no events are taken in any more: what came before may lie there still. Not those of another namespace,
-    whose erasures are its own.
+    Also where no events are taken in any more, or another namespace's count: what came before may lie there still.
+    Never those of the other one, whose erasures are its own.
     """
-    if config.of_events() is not config:
-        return
     erased, store = Erased.of(erasures), config.store()
     if config.events.enabled or config.events_url or taken(store):
         with connect_events(config) as client:
