@@ -79,7 +79,12 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
             ) or "events" not in begun:
                 continue
             until = str(begun["events"]["until"])
-            of_events = {each.name for each in event_files(config, until).files}
+            try:
+                of_events = {each.name for each in event_files(config, until).files}
+            except (
+                ConfigError
+            ):  # merged since, for nights of a namespace that does not know of this one
+                continue
             own = own or pin(all_files(config))[1]
             if own == [each for each in begun["inputs"] if each["name"] not in of_events]:
                 return until
