@@ -91,9 +91,7 @@ def forget_in_files(
     changed, done = 0, None
     while erased != done:
         old = [] if newest_alone else superseded(store)
-        if (
-            old
-        ):  # a merge that was killed may have brought back whom an erasure had left out of them
+        if old:  # a merge that was killed may have brought back who was erased before it wrote
             erased = Erased.of(all_erasures(store))
         files = taken(store)[-1 if newest_alone else 0 :]
         written = _write_without(store, erased, files)

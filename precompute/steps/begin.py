@@ -202,7 +202,9 @@ def _prepare(
 ) -> None:
     config, started, holdout = build.config, time.perf_counter(), Holdout()
     if events.until is not None:
-        facts = {**facts, "events": {"until": str(events.until), "files": len(events.files)}}
+        of = config.of_events().namespace
+        read = {"until": str(events.until), "files": len(events.files), "namespace": of}
+        facts = {**facts, "events": read}
     inputs = catalogue.feature_inputs(bundle, "user")
     unusable = Unusable(erased.users | erased.items)
     unchanged = unchanged_sources(build, sources_digest, events.files)
