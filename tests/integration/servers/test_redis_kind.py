@@ -71,7 +71,7 @@ def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
     tmp_path: Path, command: tuple[str, ...], text: str
 ) -> None:
     with lacking(tmp_path / "none") as client:
-        client.execute_command(*command)  # type: ignore[no-untyped-call]
+        client.execute_command(*command)
         port = client.connection_pool.connection_kwargs["port"]
         state, told = LOOKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
 
