@@ -161,7 +161,7 @@ def _events(config: NightConfig, begun: Step) -> EventsRead | None:
         return None
     facets = {name: each.attribute for name, each in config.facets.items()}
     # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
-    of = read.get("namespace", config.namespace)
+    of = begun.get("events_namespace", config.namespace)
     namespace = "" if of == config.namespace else of
     return EventsRead(read["until"], config.history_limit, facets, namespace)
 

@@ -32,14 +32,18 @@ def test_scoring_took_as_long_as_any_shard_was_under_way(
 
 @pytest.mark.parametrize(
     ("noted", "told"),
-    [({"namespace": "a"}, "a"), ({"namespace": "own"}, ""), ({}, "")],  # none: an older program
+    [
+        ({"events_namespace": "a"}, "a"),
+        ({"events_namespace": "own"}, ""),
+        ({}, ""),
+    ],  # none: an older program
 )
 def test_the_stream_is_the_one_that_was_read_whatever_is_configured_since(
     noted: dict[str, str], told: str
 ) -> None:
     config = NightConfig(namespace="own", events=EventsConfig(enabled=True, namespace="b"))
 
-    found = seal._events(config, {"events": {"until": "5-1", "files": 1, **noted}})
+    found = seal._events(config, {"events": {"until": "5-1", "files": 1}, **noted})
 
     assert found is not None and (found.until, found.namespace) == ("5-1", told)
 
