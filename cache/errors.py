@@ -7,13 +7,19 @@ TOKEN_PREFIX = "larder_"  # noqa: S105  no token itself
 """Beginning of every token that is made here, by which texts are searched for them."""
 
 _TOKEN = re.compile(rf"\b{TOKEN_PREFIX}[A-Za-z0-9_-]{{43}}(?![A-Za-z0-9_-])")
+SECRET_OPTIONS = ("password", "sentinel_password")
+"""Options of a Redis' URL that are passwords."""
+
+_OPTION = re.compile(rf"([?&](?:{'|'.join(SECRET_OPTIONS)})=)[^&#\s'\"]+")
 _PASSWORD = re.compile(r"(://[^/\s:@'\"]*:)[^/\s@'\"]+@")
 
 
 def masked(text: str) -> str:
-    """The text with a mask in place of the password of any URL in it, and of any token that was made here."""
+    """The text with a mask in place of the passwords of any URL in it, and of any token that was made here."""
     if TOKEN_PREFIX in text:
         text = _TOKEN.sub(f"{TOKEN_PREFIX}***", text)
+    if "password=" in text:
+        text = _OPTION.sub(r"\g<1>***", text)
     return _PASSWORD.sub(r"\g<1>***@", text) if "://" in text else text
 
 

@@ -188,6 +188,8 @@ class NightConfig(SharedConfig):
         found = {name: getattr(self, name) for name in names}
         if self.events.enabled:
             found["events"] = self.events.keep_values_days
+            if (of := self.of_events()) is not self:
+                found["events_namespace"] = of.namespace
         return orjson.dumps(found, option=orjson.OPT_SORT_KEYS)
 
     @classmethod

@@ -160,7 +160,9 @@ def _events(config: NightConfig, begun: Step) -> EventsRead | None:
     if not (read := begun.get("events")):
         return None
     facets = {name: each.attribute for name, each in config.facets.items()}
-    namespace = "" if (of := config.of_events()) is config else of.namespace
+    # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
+    of = begun.get("events_namespace", config.namespace)
+    namespace = "" if of == config.namespace else of
     return EventsRead(read["until"], config.history_limit, facets, namespace)
 
 

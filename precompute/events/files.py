@@ -7,7 +7,8 @@ within it count no more.
 
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -130,9 +131,21 @@ def parquet(table: Any, until: Position) -> bytes:
 
 def until_of(raw: bytes, path: str) -> Position:
     """Position of a file's last event; raises CorruptArtefact for what is no such file."""
-    try:
+    with _damage_told(path):
         return Position.parse((pq.read_schema(io.BytesIO(raw)).metadata or {})[END])
-    except (pa.ArrowException, KeyError, LarderError) as error:
+
+
+def table_of(raw: bytes, path: str) -> Any:
+    """Rows of a file; raises CorruptArtefact for what is no such file."""
+    with _damage_told(path):
+        return pq.read_table(io.BytesIO(raw))
+
+
+@contextmanager
+def _damage_told(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError, KeyError, LarderError) as error:
         raise CorruptArtefact(
             f"{path} is no file of events ({error}): put it back from a copy of the store; without it the events "
             "behind it are in no night",

@@ -1,13 +1,11 @@
 """Erasing from events: from the files that nights took over, and from the stream."""
 
-import io
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import redis
 
 from cache.errors import CorruptArtefact, InvalidInput
@@ -19,18 +17,16 @@ from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
 from precompute.erasures.erasure import Erased, Erasure, all_erasures
-from precompute.events.files import TakenFile, parquet, superseded, taken, until_of
+from precompute.events.files import TakenFile, parquet, superseded, table_of, taken, until_of
 from precompute.events.stream import entries
 
 
 def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
     """Remove the events of erased entities, from the stream first: a night that takes it over leaves them out.
 
-    Also where no events are taken in any more: what came before may lie there still. Not those of another namespace,
-    whose erasures are its own.
+    Also where no events are taken in any more, or another namespace's count: what came before may lie there still.
+    Never those of the other one, whose erasures are its own.
     """
-    if config.of_events() is not config:
-        return
     erased, store = Erased.of(erasures), config.store()
     if config.events.enabled or config.events_url or taken(store):
         with connect_events(config) as client:
@@ -79,21 +75,30 @@ def _is_sent_of(fields: dict[bytes, bytes], erased: Erased) -> bool:
     return user in erased.users or item in erased.items
 
 
-def forget_in_files(store: ArtefactStore, erased: Erased, *, newest_alone: bool = False) -> int:
+def forget_in_files(
+    store: ArtefactStore,
+    erased: Erased,
+    *,
+    newest_alone: bool = False,
+    keep_superseded: bool = False,
+) -> int:
     """Write the files that name somebody again, without, until nobody else was erased meanwhile; how many writes.
 
     Of two hosts that write one file at a time the later brings those back whom only the other one left out; whom that
-    was, it sees by looking at all erasures behind its own writing. Files that a merged one has the events of go.
+    was, it sees by looking at all erasures behind its own writing. Files that a merged one has the events of go, unless
+    a night reads them (`keep_superseded`).
     """
     changed, done = 0, None
     while erased != done:
         old = [] if newest_alone else superseded(store)
+        if old:  # a merge that was killed may have brought back who was erased before it wrote
+            erased = Erased.of(all_erasures(store))
         files = taken(store)[-1 if newest_alone else 0 :]
         written = _write_without(store, erased, files)
         changed, done = changed + written, erased
         if written:
             erased = Erased.of(all_erasures(store))
-        for each in old:
+        for each in () if keep_superseded else old:
             store.delete(each.path)
         if not newest_alone and taken(store)[: len(files)] != files:
             done = None  # merged meanwhile, perhaps of what was not written yet
@@ -105,7 +110,7 @@ def _write_without(store: ArtefactStore, erased: Erased, files: Sequence[TakenFi
     for file in files if erased.users or erased.items else ():
         if (raw := store.read(file.path)) is None:
             continue
-        until, table = until_of(raw, file.path), pq.read_table(io.BytesIO(raw))
+        until, table = until_of(raw, file.path), table_of(raw, file.path)
         kept = without(table, erased)
         if len(kept) < len(table):
             store.write(file.path, parquet(kept, until))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from cache.store.artefacts import ArtefactStore
 from precompute.erasures.erasure import Erased, all_erasures
-from precompute.events.files import END, SCHEMA, TakenFile, superseded, taken, until_of
+from precompute.events.files import END, SCHEMA, TakenFile, superseded, table_of, taken, until_of
 from precompute.events.forgetting import forget_in_files, without
 from precompute.events.stores import Stores
 
@@ -40,7 +40,9 @@ def merge(stores: Stores) -> int:
                 store.write_once(file.path, data)
                 gone += len(group)
     if superseded(store):  # of one that was killed, too, and whoever was erased beside it
-        forget_in_files(store, Erased.of(all_erasures(store)))
+        # Looked at again: a night that began while files were being merged reads those.
+        is_read = stores.is_any_in_the_making()
+        forget_in_files(store, Erased.of(all_erasures(store)), keep_superseded=is_read)
     return gone
 
 
@@ -76,7 +78,7 @@ def _merged(
         raws.append(raw)
     until, out = until_of(raws[-1], files[-1].path), io.BytesIO()
     with pq.ParquetWriter(out, SCHEMA.with_metadata({END: str(until).encode()})) as writer:
-        for raw in raws:
-            if len(rows := without(pq.read_table(io.BytesIO(raw)), erased)):
+        for file, raw in zip(files, raws, strict=True):
+            if len(rows := without(table_of(raw, file.path), erased)):
                 writer.write_table(rows.replace_schema_metadata(writer.schema.metadata))
     return TakenFile(files[0].after, until), out.getvalue()

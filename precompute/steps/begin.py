@@ -202,7 +202,8 @@ def _prepare(
 ) -> None:
     config, started, holdout = build.config, time.perf_counter(), Holdout()
     if events.until is not None:
-        facts = {**facts, "events": {"until": str(events.until), "files": len(events.files)}}
+        read = {"until": str(events.until), "files": len(events.files)}
+        facts = {**facts, "events": read, "events_namespace": config.of_events().namespace}
     inputs = catalogue.feature_inputs(bundle, "user")
     unusable = Unusable(erased.users | erased.items)
     unchanged = unchanged_sources(build, sources_digest, events.files)

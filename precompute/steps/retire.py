@@ -1,5 +1,7 @@
 """Retirement: what no reader and no roll back needs any more is removed."""
 
+from dataclasses import replace
+
 from precompute.builds.leftovers import sweep_leftovers
 from precompute.builds.night import Night, StepRow
 from precompute.builds.sweeping import sweep
@@ -29,10 +31,12 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
         store, at = config.store(), releases.clock()
         exposures = gather(store, at=at, erased=erased_users(store))["parts"]
     trimmed = 0
-    if config.events.enabled and config.of_events() is config:
-        with connect_events(config) as client:
+    if config.events.enabled:
+        # Its own stream, also where another namespace's counts since: that one is trimmed by its own nights.
+        own = replace(config, events=replace(config.events, namespace=""))
+        with connect_events(own) as client:
             trimmed = trim(
-                Stores.of(config), client, config.keyspace(),
+                Stores.of(own), client, own.keyspace(),
                 keep_s=config.events.keep_s, stream_bytes=config.events.stream_bytes,
             )  # fmt: skip
     return {

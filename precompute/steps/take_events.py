@@ -81,7 +81,7 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
             until = str(begun["events"]["until"])
             try:
                 of_events = {each.name for each in event_files(config, until).files}
-            except ConfigError:  # its files became others meanwhile: it is not gone on with
+            except ConfigError:  # merged since, by nights that do not know of this one
                 continue
             own = own or pin(all_files(config))[1]
             if own == [each for each in begun["inputs"] if each["name"] not in of_events]:

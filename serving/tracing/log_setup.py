@@ -26,7 +26,8 @@ FIELDS = "larder_fields"
 
 def configure_for(settings: "ServingConfig", level: str, *, worker: int | None = None) -> None:
     """Sends everything that this process logs to standard error, in place of what was set up before."""
-    redact = Redactor({settings.token} | passwords_of(settings.redis_url, settings.artifacts))
+    urls = (settings.redis_url, settings.events_url, settings.artifacts)
+    redact = Redactor({settings.token} | passwords_of(*urls))
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter((Json if settings.log == "json" else Text)(redact, worker))
     handler.addFilter(Limit(settings.log_lines_per_s))

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterable
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, unquote_plus, urlsplit
 
-from cache.errors import masked
+from cache.errors import SECRET_OPTIONS, masked
 
 _MASK = "***"
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",;]+")
@@ -33,4 +33,8 @@ def passwords_of(*urls: str) -> set[str]:
         netloc = urlsplit(url).netloc if "://" in url else ""
         password = netloc.rpartition("@")[0].partition(":")[2]
         found |= {password, unquote(password)} - {""}
+        for option in url.partition("?")[2].partition("#")[0].split("&"):
+            name, _, value = option.partition("=")
+            if name in SECRET_OPTIONS:
+                found |= {value, unquote_plus(value)} - {""}
     return found

@@ -9,10 +9,11 @@ import redis
 import redis.asyncio
 from redis.asyncio.connection import Connection, SSLConnection
 from redis.asyncio.retry import Retry as AsyncRetry
+from redis.asyncio.sentinel import MasterNotFoundError as AsyncMasterNotFoundError
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from redis.sentinel import Sentinel
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from cache.l2.sentinel.url import SentinelGroup, is_tls, read_url
 
@@ -32,7 +33,10 @@ class PrimaryConnection(redis.Connection):
         asked = {**_patience(), "retry": Retry(NoBackoff(), 0), **group.settings}
         # One for each connection: redis-py's puts its sentinels in another order as it asks, and threads share none.
         with Sentinel(group.addresses, sentinel_kwargs=asked) as sentinels:  # type: ignore[no-untyped-call]
-            self.host, self.port = sentinels.discover_master(group.service)
+            try:
+                self.host, self.port = sentinels.discover_master(group.service)
+            except MasterNotFoundError as error:
+                raise _not_found(group) from error
         return super()._connect()  # type: ignore[no-untyped-call]
 
 
@@ -51,7 +55,10 @@ class AsyncPrimaryConnection(Connection):
         group = self._sentinels
         asked = {**_patience(), "retry": AsyncRetry(NoBackoff(), 0), **group.settings}
         async with AsyncSentinel(group.addresses, sentinel_kwargs=asked) as sentinels:  # type: ignore[no-untyped-call]
-            self.host, self.port = await sentinels.discover_master(group.service)
+            try:
+                self.host, self.port = await sentinels.discover_master(group.service)
+            except AsyncMasterNotFoundError as error:
+                raise _not_found(group) from error
         await super()._connect()  # type: ignore[no-untyped-call]
 
 
@@ -73,6 +80,12 @@ def async_pool_of(url: str, **settings: Any) -> redis.asyncio.ConnectionPool:
     return redis.asyncio.ConnectionPool(
         connection_class=kind, sentinels=group, **{**own, **settings}
     )
+
+
+def _not_found(group: SentinelGroup) -> redis.ConnectionError:
+    """In place of redis-py's text, which holds every client that it asked with."""
+    addresses = ", ".join(f"{host}:{port}" for host, port in group.addresses)
+    return redis.ConnectionError(f"no sentinel of {addresses} names a primary of {group.service!r}")
 
 
 def _patience() -> dict[str, Any]:

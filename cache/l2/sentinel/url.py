@@ -31,26 +31,37 @@ def is_sentinel(url: str) -> bool:
 def read_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     """The sentinels that a URL names, and redis-py's settings of a connection to whatever server they name.
 
-    With `rediss+sentinel://` both speak TLS, by the same options. Raises ConfigError, which never repeats the URL: it
-    may hold a password.
+    With `rediss+sentinel://` both speak TLS, by the same options. Raises ConfigError, which repeats no part of the URL:
+    a password that is not percent-encoded may reach into any.
     """
+    try:
+        return _read(url)
+    except ValueError:  # of urllib and of redis-py; its text may hold the password, too
+        raise _refused(
+            "the URL of a Redis under Sentinel, or an option behind its ?, cannot be read"
+        ) from None
+
+
+def _read(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     scheme, _, rest = url.partition("+sentinel://")
     parts = urlsplit(f"{scheme}://{rest}")
     user, at, hosts = parts.netloc.rpartition("@")
     service, _, database = parts.path.strip("/").partition("/")
     if not service:
         raise _refused(
-            "the URL of a Redis under Sentinel ends in the name of its service: redis+sentinel://host:port/SERVICE"
+            "the URL of a Redis under Sentinel ends in the name of its service, redis+sentinel://host:port/SERVICE"
         )
-    if database and not database.isdecimal():
-        raise _refused(f"{database!r} in the URL of a Redis under Sentinel is no database's number")
+    if "@" in service or (database and not database.isdecimal()):
+        raise _refused(
+            "the URL of a Redis under Sentinel has no database's number behind its service, or an @ in its name"
+        )
     options = parse_qsl(parts.query)
     plain = parts._replace(
         netloc=f"{user}{at}{hosts.partition(',')[0]}",
         path=f"/{database}",
         query=urlencode([each for each in options if each[0] not in _OWN]),
     )
-    addresses = tuple(map(_address, hosts.split(",")))
+    addresses = tuple(_address(each, place) for place, each in enumerate(hosts.split(","), 1))
     settings: dict[str, Any] = dict(parse_url(plain.geturl()))  # type: ignore[no-untyped-call]
     shared = {name: value for name, value in settings.items() if name.startswith("ssl_")}
     if scheme == "rediss":
@@ -66,16 +77,17 @@ def is_tls(group: SentinelGroup) -> bool:
     return bool(group.settings.get("ssl"))
 
 
-def _address(text: str) -> tuple[str, int]:
+def _address(text: str, place: int) -> tuple[str, int]:
     try:
         parts = urlsplit(f"redis://{text}")
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
     if not host or port == 0:
-        raise _refused(f"{text!r} in the URL of a Redis under Sentinel is not host:port")
+        raise _refused(f"address {place} in the URL of a Redis under Sentinel is not host:port")
     return host, port or PORT
 
 
 def _refused(message: str) -> ConfigError:
-    return ConfigError(message, field="redis_url")
+    remedy = "percent-encode / # ? [ ] @ in a password (urllib.parse.quote), if it has any"
+    return ConfigError(f"{message}: {remedy}", field="redis_url")

@@ -1,5 +1,6 @@
 """Kind and version of a server that speaks Redis' protocol, and what Larder needs or uses that it lacks."""
 
+import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -7,6 +8,8 @@ if TYPE_CHECKING:
 
 FLAGGED: Final = "#!lua flags=allow-oom\nreturn 1"
 """Such scripts move the pointer and say that a replica lives, also at maxmemory."""
+_UNREADABLE: Final = re.compile("compil|flag|shebang|unknown command", re.IGNORECASE)
+"""In the error of a server that cannot read such a script."""
 NEEDED: Final = tuple(
     """del eval evalsha exists expire get getrange hdel hget hgetall hlen hset incr info memory mget pexpire pfadd
     pfcount ping pttl publish script set setrange strlen subscribe time unlink unsubscribe wait xack xadd xautoclaim
@@ -34,7 +37,10 @@ class RedisKind(NamedTuple):
 
 
 def kind_of(server: "redis.Redis") -> RedisKind:
-    """Looks at one server by INFO, a script and COMMAND INFO; whatever this user may not ask is taken to be there."""
+    """Looks at one server by INFO, a script and COMMAND INFO; whatever this user may not ask is taken to be there.
+
+    Raises redis.ResponseError where the server refuses to run scripts at the moment.
+    """
     from redis.exceptions import NoPermissionError, ResponseError
 
     told: dict[str, Any] = server.info("server")
@@ -44,7 +50,10 @@ def kind_of(server: "redis.Redis") -> RedisKind:
         server.eval(FLAGGED, 0)
     except NoPermissionError:
         pass
-    except ResponseError:
+    except ResponseError as error:
+        # All else (a read-only replica, a disk that is full) is no matter of its version: who asked tells it.
+        if type(error) is not ResponseError or not _UNREADABLE.search(str(error)):
+            raise
         missing.append("scripts with flags (Redis 7.0, Valkey and newer have them)")
     names = (*NEEDED, *USED)
     try:

@@ -61,6 +61,24 @@ def test_what_is_missing_is_to_be_done_and_what_is_done_without_is_told(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (("REPLICAOF", "127.0.0.1", "1"), "only replica"),
+        (("CONFIG", "SET", "min-replicas-to-write", "1"), "NOREPLICAS"),
+    ],
+)
+def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
+    tmp_path: Path, command: tuple[str, ...], text: str
+) -> None:
+    with lacking(tmp_path / "none") as client:
+        client.execute_command(*command)
+        port = client.connection_pool.connection_kwargs["port"]
+        state, told = LOOKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
+
+    assert state == "to do" and text in told and "scripts with flags" not in told
+
+
+@pytest.mark.parametrize(
     ("told", "expected"),
     [
         ({"redis_version": "6.2.14", "executable": "/usr/bin/redis-server"}, "Redis 6.2.14"),

@@ -1,6 +1,10 @@
 """URLs of a Redis under Sentinel, and which settings take one."""
 
+import asyncio
+import traceback
+
 import pytest
+import redis
 from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 
 from cache.config.events import EventsConfig
@@ -39,18 +43,42 @@ def test_with_tls_servers_and_sentinels_are_asked_by_the_same_options() -> None:
     [
         ("redis+sentinel://u:secret@a:1", "SERVICE"),
         ("redis+sentinel://u:secret@a:1/", "SERVICE"),
-        ("redis+sentinel://u:secret@a:x/m", "'a:x'"),
-        ("redis+sentinel://u:secret@a:0/m", "'a:0'"),
-        ("redis+sentinel://u:secret@/m", "''"),
-        ("redis+sentinel://u:secret@a,/m", "''"),
-        ("redis+sentinel://u:secret@a/m/x", "'x'"),
+        ("redis+sentinel://u:secret@a:x/m", "address 1"),
+        ("redis+sentinel://u:secret@a:0/m", "address 1"),
+        ("redis+sentinel://u:secret@/m", "address 1"),
+        ("redis+sentinel://u:secret@a,/m", "address 2"),
+        ("redis+sentinel://u:secret@a/m/x", "database's number"),
+        ("redis+sentinel://:x/y/cdsecret@h:26379/m", "percent-encode"),
+        ("redis+sentinel://u:5/secret@h:26379", "percent-encode"),
+        ("redis+sentinel://:secret/x@h:26379/m", "percent-encode"),
+        ("redis+sentinel://:secret#x@h:26379/m", "percent-encode"),
+        ("redis+sentinel://:secret?x@h:26379/m", "percent-encode"),
+        ("redis+sentinel://:s[ecret@h/m", "percent-encode"),
+        ("redis+sentinel://u:secret\u2100@h/m", "percent-encode"),
+        ("redis+sentinel://u:secret@h:26379/m?socket_timeout=abc", "option"),
     ],
 )
 def test_a_wrong_url_is_refused_as_a_setting_without_its_password(url: str, named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ServingConfig(redis_url=url)
 
-    assert named in caught.value.message and "secret" not in caught.value.message
+    assert named in caught.value.message and caught.value.details["field"] == "redis_url"
+    assert "ecret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_sentinels_that_do_not_answer_are_named_in_one_line() -> None:
+    url = "redis+sentinel://u:secret@127.0.0.1:1,127.0.0.1:2/mymaster?sentinel_password=topsecret"
+
+    async def connect() -> None:
+        await async_pool_of(url).get_connection()
+
+    for connecting in (lambda: pool_of(url).get_connection(), lambda: asyncio.run(connect())):
+        with pytest.raises(redis.ConnectionError) as caught:
+            connecting()
+
+        told = str(caught.value)
+        assert "127.0.0.1:1, 127.0.0.1:2" in told and "'mymaster'" in told
+        assert len(told) < 160 and "secret" not in told
 
 
 def test_events_lie_in_a_server_that_no_failover_takes_back() -> None:

@@ -1,10 +1,13 @@
-"""What the manifest says of how long a night took."""
+"""What the manifest says of how long a night took, and of the events it read."""
 
 from typing import Any
 
 import pytest
 
+from cache.config.events import EventsConfig
+from precompute.builds import seal
 from precompute.builds.seal import scoring_seconds
+from precompute.config.settings import NightConfig
 
 
 def report(began_at: float, ended_at: float) -> dict[str, Any]:
@@ -25,3 +28,31 @@ def test_scoring_took_as_long_as_any_shard_was_under_way(
     reports: list[dict[str, Any]], seconds: float
 ) -> None:
     assert scoring_seconds(reports) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("noted", "told"),
+    [
+        ({"events_namespace": "a"}, "a"),
+        ({"events_namespace": "own"}, ""),
+        ({}, ""),
+    ],  # none: an older program
+)
+def test_the_stream_is_the_one_that_was_read_whatever_is_configured_since(
+    noted: dict[str, str], told: str
+) -> None:
+    config = NightConfig(namespace="own", events=EventsConfig(enabled=True, namespace="b"))
+
+    found = seal._events(config, {"events": {"until": "5-1", "files": 1}, **noted})
+
+    assert found is not None and (found.until, found.namespace) == ("5-1", told)
+
+
+def test_another_stream_makes_another_generation() -> None:
+    def night(of: str) -> bytes:
+        return NightConfig(
+            namespace="own", events=EventsConfig(enabled=True, namespace=of)
+        ).semantic()
+
+    assert len({night(""), night("a"), night("b")}) == 3 and night("") == night("own")
+    assert NightConfig(events=EventsConfig(namespace="a")).semantic() == NightConfig().semantic()

@@ -13,6 +13,7 @@ from cache.format.manifest_files import EventsRead
 from cache.store.artefacts import generation_path
 from cache.store.experiments import Experiment, ExperimentArm, change_experiments
 from precompute.config.settings import NightConfig
+from precompute.erasures.erasure import request
 from precompute.events.files import event_files
 from precompute.events.forgetting import forget_events
 from precompute.events.stores import Stores
@@ -93,9 +94,28 @@ def test_nights_of_an_arm_trim_and_erase_nothing_of_the_control(
     before = stream.rows()
 
     assert retire.run(arm, attempt="a")["events_trimmed"] == 0
-    forget_events(arm, [])
+    forget_events(arm, [request(arm.store(), b"u1", "user", at=0.0)])
 
     assert stream.rows() == before and stream.client.xlen(stream.keys.events) == 3
+    assert b"u1" in {event.user for event in stream.added.values()}
+
+
+def test_what_was_taken_in_before_another_namespaces_events_counted_is_erased_and_trimmed(
+    stream: Stream, redis_url: str, tmp_path: Path
+) -> None:
+    other = Stream.of(redis_url, tmp_path)
+    config = replace(
+        stream.config(redis_url),
+        events=EventsConfig(enabled=True, namespace=other.keys.namespace, keep_s=1e-9),
+    )
+    take(stream.store, stream.client, stream.keys)
+
+    forget_events(config, [request(stream.store, b"u1", "user", at=0.0)])
+
+    kept = [position for position, event in stream.added.items() if event.user != b"u1"]
+    assert [each for each, _ in stream.rows()] == [each.number for each in kept]
+    assert stream.client.xlen(stream.keys.events) == len(kept) == 2
+    assert retire.run(config, attempt="a")["events_trimmed"] == len(kept)
 
 
 def test_a_namespace_of_events_that_no_key_may_have_is_refused() -> None:

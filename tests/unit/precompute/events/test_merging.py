@@ -1,11 +1,8 @@
 """Merged files have every event once, whatever is killed and whoever else merges, takes or erases."""
 
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,77 +10,26 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError, CorruptArtefact
 from cache.events.position import Position
-from cache.format.manifest import WITH_EVENTS, Manifest
-from cache.format.manifest_files import EventsRead
 from cache.store.artefacts import ArtefactStore, generation_path
-from precompute.erasures.erasure import Erased, request
+from precompute.erasures.erasure import Erased
 from precompute.events import merging
 from precompute.events.files import TakenFile, event_files, last_taken, path_of, superseded, taken
 from precompute.events.forgetting import forget_in_files
 from precompute.events.merging import merge
 from precompute.events.stores import Stores
-from precompute.events.taking import take
-from tests.life import manifest_of
+from tests.unit.precompute.events.merging_nights import (
+    MANY,
+    Killed,
+    erase,
+    nights,
+    published,
+)
 from tests.unit.precompute.events.stream import Crash, Stream
-
-GENERATION = "20260131T000000Z-0123456789ab"
-MANY = 4
-
-
-class Killed(ArtefactStore):
-    """Store whose user is killed at the n-th change, before it or behind it."""
-
-    left = 0
-    is_behind = False
-    beside: Callable[[], object] = staticmethod(lambda: None)
-
-    def _step(self, change: Any, *args: Any) -> Any:
-        self.left -= 1
-        self.beside()
-        if self.left == 0 and not self.is_behind:
-            raise Crash
-        found = change(*args)
-        if self.left == 0:
-            raise Crash
-        return found
-
-    def write_once(self, path: str, data: bytes) -> bool:
-        return bool(self._step(super().write_once, path, data))
-
-    def delete(self, path: str) -> None:
-        self._step(super().delete, path)
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merging, "AT_ONCE", MANY)
-
-
-def published(stream: Stream, until: Position) -> None:
-    """A generation that has the events up to a position, the only one."""
-    manifest = Manifest.from_bytes(manifest_of(GENERATION, 0))
-    told = replace(
-        manifest,
-        namespace=stream.keys.namespace,
-        events=EventsRead(str(until), 10),
-        format=WITH_EVENTS,
-    )
-    stream.store.write(generation_path(GENERATION, "manifest.json"), told.to_bytes())
-
-
-def erase(stream: Stream, user: str) -> None:
-    """An erasure that is written down."""
-    request(stream.store, user.encode(), "user", at=0.0)
-
-
-def nights(stream: Stream, count: int, events: int = 2) -> list[Position]:
-    """Nights that took some events each; where they ended."""
-    ends = []
-    for _ in range(count):
-        for _ in range(events):
-            stream.add()
-        ends.append(take(stream.store, stream.client, stream.keys).until)
-    return ends
 
 
 KILLS = (st.integers(1, 12), st.booleans(), st.integers(0, 2 * MANY), st.integers(0, 3))

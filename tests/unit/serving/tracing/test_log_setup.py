@@ -16,7 +16,9 @@ from serving.tracing.request_log import RequestLog, log
 from serving.tracing.trace_context import Parent
 from tests.fakes import FakeClock
 
-SECRETS = Redactor({"t0k3n"} | passwords_of("redis://larder:p%40ss@host:6379/0"))
+SECRETS = Redactor({"t0k3n"} | passwords_of(
+    "redis://larder:p%40ss@host:6379/0", "redis+sentinel://host:1/svc?client_name=c&sentinel_password=q+q%21"
+))  # fmt: skip
 ASKED = Request("GET", "/v1/lookup/{table}/{entity}", "user_topk", "u-secret")
 
 
@@ -48,13 +50,15 @@ def lines() -> Iterator[list[logging.LogRecord]]:
     [
         "cannot reach redis://larder:p%40ss@host:6379/0", "the password is p@ss", "Authorization: Bearer t0k3n",
         "bearer somebody-elses", "t0k3n" * 3, "s3://key:hidden@bucket/x",
+        "sentinels want q+q%21, that is q q!", "redis://h?db=1&password=hidden&client_name=x",
+        "'redis+sentinel://h:1/svc?sentinel_password=hidden' does not answer",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("form", [Json, Text])
 def test_no_secret_reaches_a_line(form: type[logging.Formatter], text: str) -> None:
     line = form(SECRETS).format(record("%s", text))  # type: ignore[arg-type]
 
-    for secret in ("p%40ss", "p@ss", "t0k3n", "somebody-elses", "hidden"):
+    for secret in ("p%40ss", "p@ss", "t0k3n", "somebody-elses", "hidden", "q+q%21", "q q!"):
         assert secret not in line
     assert "***" in line
 

@@ -1,0 +1,68 @@
+"""Nights whose files of events are merged, and a store whose user is killed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from cache.events.position import Position
+from cache.format.manifest import WITH_EVENTS, Manifest
+from cache.format.manifest_files import EventsRead
+from cache.store.artefacts import ArtefactStore, generation_path
+from precompute.erasures.erasure import request
+from precompute.events.taking import take
+from tests.life import manifest_of
+from tests.unit.precompute.events.stream import Crash, Stream
+
+GENERATION = "20260131T000000Z-0123456789ab"
+MANY = 4
+
+
+class Killed(ArtefactStore):
+    """Store whose user is killed at the n-th change, before it or behind it."""
+
+    left = 0
+    is_behind = False
+    beside: Callable[[], object] = staticmethod(lambda: None)
+
+    def _step(self, change: Any, *args: Any) -> Any:
+        self.left -= 1
+        self.beside()
+        if self.left == 0 and not self.is_behind:
+            raise Crash
+        found = change(*args)
+        if self.left == 0:
+            raise Crash
+        return found
+
+    def write_once(self, path: str, data: bytes) -> bool:
+        return bool(self._step(super().write_once, path, data))
+
+    def delete(self, path: str) -> None:
+        self._step(super().delete, path)
+
+
+def published(stream: Stream, until: Position) -> None:
+    """A generation that has the events up to a position, the only one."""
+    manifest = Manifest.from_bytes(manifest_of(GENERATION, 0))
+    told = replace(
+        manifest,
+        namespace=stream.keys.namespace,
+        events=EventsRead(str(until), 10),
+        format=WITH_EVENTS,
+    )
+    stream.store.write(generation_path(GENERATION, "manifest.json"), told.to_bytes())
+
+
+def erase(stream: Stream, user: str) -> None:
+    """An erasure that is written down."""
+    request(stream.store, user.encode(), "user", at=0.0)
+
+
+def nights(stream: Stream, count: int, events: int = 2) -> list[Position]:
+    """Nights that took some events each; where they ended."""
+    ends = []
+    for _ in range(count):
+        for _ in range(events):
+            stream.add()
+        ends.append(take(stream.store, stream.client, stream.keys).until)
+    return ends

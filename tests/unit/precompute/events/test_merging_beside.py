@@ -1,0 +1,121 @@
+"""Merging beside nights that begin, erasures and damage: who reads a file keeps it, who was erased is in none."""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+
+from cache.config.events import EventsConfig
+from cache.errors import CorruptArtefact
+from cache.store.artefacts import ArtefactStore, generation_path
+from precompute.builds.night import Night
+from precompute.control.states import State
+from precompute.erasures.erasure import Erased, all_erasures, request
+from precompute.events import merging
+from precompute.events.files import last_taken, superseded, taken
+from precompute.events.forgetting import forget_in_files
+from precompute.events.merging import merge
+from precompute.events.stores import Stores
+from precompute.releases.registry import open_releases
+from precompute.reuse.base import settings_digest
+from precompute.steps.take_events import for_night
+from tests.unit.precompute.events.merging_nights import MANY, Killed, erase, nights, published
+from tests.unit.precompute.events.stream import Crash, Stream
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "AT_ONCE", MANY)
+
+
+def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_erasure_of_another(
+    redis_url: str, tmp_path: Path
+) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    nights(stream, MANY + 1)
+    published(stream, last_taken(stream.store))
+    killed = Killed(stream.store.url)
+    killed.left, killed.is_behind = 1, True
+
+    def erased_whole() -> None:
+        erase(stream, "u1")
+        forget_in_files(stream.store, Erased.of(all_erasures(stream.store)))
+
+    killed.beside = erased_whole
+    with suppress(Crash):
+        merge(Stores(killed, stream.keys.namespace))
+    gone = {event.id for event in stream.added.values() if event.user == b"u1"}
+    assert gone & {name for _, name in stream.rows()}
+    other = request(stream.store, b"somebody", "user", at=0.0)  # in none of them
+
+    forget_in_files(stream.store, Erased.of([other]))
+
+    assert superseded(stream.store) == [] and not gone & {name for _, name in stream.rows()}
+
+
+def test_a_night_that_begins_beside_a_merge_keeps_the_files_that_it_reads(
+    redis_url: str, tmp_path: Path
+) -> None:
+    stream = Stream.of(redis_url, tmp_path)
+    nights(stream, MANY + 1)
+    published(stream, last_taken(stream.store))
+    paths = [each.path for each in taken(stream.store)]
+    begun = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
+
+    class Beside(ArtefactStore):
+        """Store beside whose merge another night begins, once nobody was seen."""
+
+        def write_once(self, path: str, data: bytes) -> bool:
+            super().write(begun, b"{}")
+            return super().write_once(path, data)
+
+    assert merge(Stores(Beside(stream.store.url), stream.keys.namespace)) == MANY
+
+    assert all(stream.store.read(each) for each in paths) and stream.rows() == stream.all_rows()
+    stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
+    assert merge(stream.stores) == 0
+    assert superseded(stream.store) == [] and stream.rows() == stream.all_rows()
+
+
+def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """One of an arm that no experiment names yet: who merges does not know of it."""
+    stream = Stream.of(redis_url, tmp_path)
+    ends = nights(stream, MANY + 1)
+    published(stream, last_taken(stream.store))
+    events = EventsConfig(enabled=True, namespace=stream.keys.namespace)
+    own = stream.config(redis_url)
+    arm = replace(own, namespace=f"{own.namespace}-b", events=events)
+    told = {
+        "cut": "2026-02-01",
+        "settings": settings_digest(arm),
+        "inputs": [],
+        "events": {"until": str(ends[0])},
+    }
+    begun = "20260201T000000Z-0123456789ab"
+    arm.store().write(generation_path(begun, "work/begin.json"), orjson.dumps(told))
+    with open_releases(arm) as releases:
+        releases.note(begun, State.BEGUN)
+    assert merge(stream.stores) == MANY
+
+    assert for_night(Night(arm, "try", data_until="2026-02-01"))["events_until"] == str(ends[-1])
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 300, None])
+def test_a_damaged_file_is_named(redis_url: str, tmp_path: Path, damage: bytes | None) -> None:
+    """With and without its end, where the position lies."""
+    stream = Stream.of(redis_url, tmp_path)
+    nights(stream, MANY + 1)
+    published(stream, last_taken(stream.store))
+    erase(stream, "u1")
+    path = taken(stream.store)[1].path
+    raw = stream.store.read(path) or b""
+    stream.store.write(path, raw[:100] if damage is None else damage + raw[len(damage) :])
+
+    with pytest.raises(CorruptArtefact, match=path):
+        merge(stream.stores)
+    with pytest.raises(CorruptArtefact, match=path):
+        forget_in_files(stream.store, Erased(frozenset({b"u1"})))
