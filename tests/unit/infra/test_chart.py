@@ -1,5 +1,6 @@
 """The Helm chart, linted and rendered by Helm itself and held against the schemas of Kubernetes' API."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -327,12 +328,40 @@ def test_chart_and_project_have_one_version() -> None:
 
 
 def test_the_values_for_airflow_name_what_the_chart_and_the_night_know() -> None:
-    values = yaml.safe_load((ROOT / "infra/helm/airflow-values.yaml").read_text())
+    text = (ROOT / "infra/helm/airflow-values.yaml").read_text()
+    values = yaml.safe_load(text)
     known = {*variables(ServingConfig).values(), "LARDER_CONFIG"}
 
     assert {each["name"] for each in values["env"]} <= known
+    policy = (ROOT / "infra/kubernetes/airflow_local_settings.py").read_text()
+    queue = re.search(r'"LARDER_SCORE_QUEUE"\) or "(\w+)"', policy)
+    assert queue is not None and f"airflow pools set {queue[1]} " in text
     assert values["executor"] == "KubernetesExecutor"
     assert values["workers"]["extraVolumes"] == values["dagProcessor"]["extraVolumes"]
     for name in ("workers", "dagProcessor"):
         volumes = {each["name"] for each in values[name]["extraVolumes"]}
         assert {each["name"] for each in values[name]["extraVolumeMounts"]} == volumes
+
+
+def test_the_values_for_airflow_are_those_of_its_image() -> None:
+    """The defaults of Airflow's chart are for Airflow's own image: its user, home, script of logs, fab and statsd."""
+    values = yaml.safe_load((ROOT / "infra/helm/airflow-values.yaml").read_text())
+    image = (ROOT / "infra/Dockerfile.airflow").read_text()
+    lock = (ROOT / "infra/locks/airflow.txt").read_text()
+    user = re.search(r"useradd .*--uid (\d+)", image)
+    package, *inner, module, manager = values["config"]["core"]["auth_manager"].split(".")
+    airflow = importlib.util.find_spec(package)  # found, not imported: that makes files in a home
+
+    assert user is not None and values["uid"] == int(user[1])
+    assert f"AIRFLOW_HOME={values['airflowHome']} " in image
+    assert f"\napache-airflow=={values['airflowVersion']} " in lock
+    assert airflow is not None and airflow.origin is not None
+    source = Path(airflow.origin).parent.joinpath(*inner, f"{module}.py").read_text()
+    assert f"class {manager}(" in source
+    if not re.search("^apache-airflow-providers-fab==", lock, re.MULTILINE):
+        assert manager == "SimpleAuthManager" and values["createUserJob"] == {"enabled": False}
+    if not re.search("^statsd==", lock, re.MULTILINE):
+        assert values["statsd"] == {"enabled": False}
+    if "clean-logs" not in image:
+        for name in ("scheduler", "triggerer", "dagProcessor", "workers"):
+            assert values[name]["logGroomerSidecar"] == {"enabled": False}, name
