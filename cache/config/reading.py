@@ -24,7 +24,7 @@ PLACES = frozenset(
     {"artifacts", "state", "tokens_file", "tls_certificate", "tls_key", "tls_client_ca"}
 )
 """Paths that a file has beside itself, and the environment in the current folder."""
-SECRETS = frozenset({"token", "redis_url", "events_url"})
+SECRETS = frozenset({"token", "redis_url", "events_url", "artifacts"})
 """Settings that hold a secret: a URL does if a password is in it."""
 
 

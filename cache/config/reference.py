@@ -25,7 +25,7 @@ _START = """\
 Every setting of `larder.toml`, the file that `LARDER_CONFIG` names; made by `python -m cache.config.reference`. The
 file goes over the defaults, the environment over the file, the command line over both; an empty variable is unset.
 Paths in the file are relative to it, those in the environment to the current folder. Unknown names are refused. Secrets
-(the token, a Redis URL with a password) stand in the environment alone. Variables that are no settings:
+(the token, a URL with a password) stand in the environment alone. Variables that are no settings:
 [infra/ENVIRONMENT.md](../../infra/ENVIRONMENT.md).
 """
 

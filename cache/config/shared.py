@@ -37,7 +37,8 @@ class SharedConfig(Timetable):
     artifacts: Filled = ".larder/artifacts"
     """Artefact store: a folder with hard links (a local disk, NFS) or any fsspec URL (install its driver) of a store
     that creates objects exclusively (S3, GCS, Azure, what honours `If-None-Match`), which is tried at first use; the
-    truth that Redis is rebuilt from. Each namespace has a folder of its own in it."""
+    truth that Redis is rebuilt from. Each namespace has a folder of its own in it. A URL with a password stands in the
+    environment alone."""
     state: Annotated[Filled, BeforeValidator(_text)] = ".larder"
     """The one folder that local runs write to: logs, sockets, copies of remote artefacts."""
     ephemeral_state: bool = False

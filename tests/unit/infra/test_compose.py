@@ -12,6 +12,17 @@ SERVICES: Any = COMPOSE["services"]
 DOCKERFILES = sorted(INFRA.glob("Dockerfile.*"))
 
 
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_an_image_takes_the_driver_of_an_object_store_beside_the_fsspec_of_its_lock(
+    file: Path,
+) -> None:
+    before, argument, after = file.read_text().partition("ARG STORE_DRIVER=\n")
+    (lock,) = re.findall(r"--require-hashes -r /(\S+)", before)
+
+    assert argument and '"$STORE_DRIVER" "$(/venv/bin/pip freeze | grep ^fsspec==)"' in after
+    assert "\nfsspec==" in (INFRA / lock).read_text()
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_depends_only_on_services_that_exist(name: str) -> None:
     assert set(SERVICES[name].get("depends_on", ())) <= set(SERVICES)

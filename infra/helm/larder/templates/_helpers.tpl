@@ -16,7 +16,7 @@ app.kubernetes.io/component: serving
 
 {{- define "larder.labels" -}}
 {{ include "larder.selector" . }}
-app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | trunc 63 | regexFind ".*[A-Za-z0-9]" | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}

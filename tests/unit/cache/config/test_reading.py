@@ -41,14 +41,22 @@ def test_an_error_names_file_section_key_value_and_remedy_on_one_line(
 @pytest.mark.parametrize(
     "text",
     ['[serving]\ntoken = "opensesame"', 'redis_url = "redis://:opensesame@host"',
-     '[serving]\nredis_url = "redis://user:opensesame@host"',
+     '[serving]\nredis_url = "redis://user:opensesame@host"', 'artifacts = "s3://key:opensesame@bucket/larder"',
      'redis_url = "redis+sentinel://h:1/svc?sentinel_password=opensesame"', 'redis_url = "redis://h?password=opensesame"'],
 )  # fmt: skip
 def test_a_secret_in_the_file_is_refused_and_never_shown(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"set (LARDER_TOKEN|REDIS_URL)") as caught:
+    with pytest.raises(
+        ConfigError, match=r"set (LARDER_TOKEN|REDIS_URL|LARDER_ARTIFACTS)"
+    ) as caught:
         ServingConfig.load(written(tmp_path, text))
 
     assert "opensesame" not in caught.value.message
+
+
+def test_an_account_without_a_password_is_no_secret(tmp_path: Path) -> None:
+    url = "abfs://larder@account.dfs.core.windows.net/store"
+
+    assert ServingConfig.load(written(tmp_path, f'artifacts = "{url}"')).artifacts == url
 
 
 def test_a_secret_comes_from_the_environment_and_is_not_in_the_settings_text() -> None:
