@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Self
-from urllib.parse import urlsplit
 
+from redis.connection import parse_url
+
+from cache.l2.sentinel.url import is_sentinel, read_url
+from cache.l2.slots import is_cluster, seed_urls
 from cache.store.object_store import without_secrets
 
 REDIS_PORT = 6379
@@ -39,8 +42,18 @@ class DatasetName:
 
     @classmethod
     def of_redis(cls, url: str, key: str) -> Self:
-        """Name of what lies under a key, or under all keys that begin so: the database's number stands before it."""
-        parts = urlsplit(url)
-        place = f"{parts.hostname}:{parts.port or REDIS_PORT}" if parts.hostname else parts.path
-        number = parts.path.strip("/") if parts.hostname else ""
-        return cls(f"redis://{place}", f"{number or 0}/{key}")
+        """Name of what lies under a key, or under all keys that begin so: the database's number stands before it.
+
+        The first of several nodes or sentinels stands for all; a service under Sentinel belongs to the system.
+        """
+        if is_sentinel(url):
+            group, found = read_url(url)
+            host, port = group.addresses[0]
+            place = f"{host}:{port}/{group.service}"
+        else:
+            found = parse_url(seed_urls(url)[0] if is_cluster(url) else url)  # type: ignore[no-untyped-call]
+            place = (
+                found.get("path")
+                or f"{found.get('host', 'localhost')}:{found.get('port', REDIS_PORT)}"
+            )
+        return cls(f"redis://{place}", f"{found.get('db', 0)}/{key}")

@@ -49,7 +49,15 @@ def test_a_pattern_is_the_folder_above_its_first_wildcard(
     [
         ("redis://:secret@cache:6380/2", ("redis://cache:6380", "2/key")),
         ("rediss://cache", ("redis://cache:6379", "0/key")),
+        ("redis://", ("redis://localhost:6379", "0/key")),
+        ("redis://cache?db=3", ("redis://cache:6379", "3/key")),
+        ("redis://cache/2?db=3", ("redis://cache:6379", "3/key")),
         ("unix:///run/redis.sock", ("redis:///run/redis.sock", "0/key")),
+        ("unix:///run/redis.sock?db=1", ("redis:///run/redis.sock", "1/key")),
+        ("redis+sentinel://h1/main", ("redis://h1:26379/main", "0/key")),
+        ("redis+sentinel://u:secret@h1:26380,h2:26379/main/1", ("redis://h1:26380/main", "1/key")),
+        ("redis+cluster://u:secret@h1:7000,h2:7001", ("redis://h1:7000", "0/key")),
+        ("rediss+cluster://h1", ("redis://h1:6379", "0/key")),
     ],
 )
 def test_a_key_stands_behind_its_database(url: str, expected: tuple[str, str]) -> None:
