@@ -73,6 +73,19 @@ def by_name(datasets: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {each["name"].rpartition("/")[2]: each for each in datasets}
 
 
+def are_of_the_stream(night: NightConfig, taken: dict[str, Any]) -> bool:
+    """Whether three events came from their stream in Redis into the files of the store, up to one position."""
+    (stream,), (files,) = taken["inputs"], taken["outputs"]
+    assert stream["name"] == f"7/{night.keyspace().events}"
+    assert (files["namespace"], files["name"]) == ("file", str(night.store().local("events")))
+    counts = (
+        stream["inputFacets"]["inputStatistics"]["rowCount"],
+        files["outputFacets"]["outputStatistics"]["rowCount"],
+    )
+    versions = {each["facets"]["version"]["datasetVersion"] for each in (stream, files)}
+    return counts == (3, 3) and versions == {"1769731200000-0"}
+
+
 def test_each_task_says_what_it_read_and_wrote_and_how_much(
     night: NightConfig, extracted: Callable[[str], Events]
 ) -> None:
@@ -109,6 +122,7 @@ def test_each_task_says_what_it_read_and_wrote_and_how_much(
     assert page["outputFacets"]["outputStatistics"]["rowCount"] == USERS
     vectors = by_name(events["build_index"]["inputs"])["vectors.f32"]
     assert vectors["inputFacets"]["inputStatistics"]["rowCount"] == ITEMS
+    assert are_of_the_stream(night, events.pop("take_events"))
     # What one task writes is what the next one reads, under the same name: begin to the pointer.
     written = {
         (each["namespace"], each["name"]) for one in events.values() for each in one["outputs"]
