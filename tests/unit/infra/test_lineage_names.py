@@ -12,6 +12,10 @@ from infra.lineage.naming import DatasetName
         ("s3://recs", ("events",), ("s3://recs", "events")),
         ("gs://recs/a/", (), ("gs://recs", "a")),
         ("s3://key:secret@recs/a", (), None),
+        ("abfs://one@acc/a", ("b",), ("abfs://one@acc", "a/b")),
+        ("abfss://two@acc.example", (), ("abfss://two@acc.example", "/")),
+        ("abfs://one:secret@acc/a", (), None),
+        ("https://h/a.parquet?sig=secret", (), ("https://h", "a.parquet")),
         ("/data/artifacts", ("events",), ("file", "/data/artifacts/events")),
         ("file:///data/artifacts", (), ("file", "/data/artifacts")),
     ],
@@ -21,7 +25,7 @@ def test_a_url_is_a_system_and_a_name_in_it(
 ) -> None:
     found = DatasetName.of_url(url, *parts)
 
-    assert "secret" not in found.namespace
+    assert "secret" not in f"{found.namespace} {found.name}"
     assert expected is None or (found.namespace, found.name) == expected
 
 
@@ -33,6 +37,9 @@ def test_a_url_is_a_system_and_a_name_in_it(
         ("clicks/2026-1[12]/part?.csv", ("file", "/base/clicks")),
         ("s3://clicks/2026-*/*.parquet", ("s3://clicks", "/")),
         ("s3://clicks/logs/*.parquet", ("s3://clicks", "logs")),
+        ("s3://clicks/d?y=1/a.csv", ("s3://clicks", "/")),
+        ("https://h/a.parquet?sig=a*b/c", ("https://h", "a.parquet")),
+        ("https://h/logs/*.csv?sig=a", ("https://h", "logs")),
         ("/absolute/a.csv", ("file", "/absolute/a.csv")),
     ],
 )
