@@ -106,7 +106,7 @@ feast-env: env  ## Feast in .venv-feast, for the bench `peers`
 
 judges-env: env  ## LoadGen and libCacheSim in .venv-judges, for the benches `loadgen`, `advisor` and `policies`
 	@test -x .venv-judges/bin/python || $(UV) venv -q --python $(BIN)/python .venv-judges
-	@VIRTUAL_ENV=$(CURDIR)/.venv-judges $(UV) pip sync -q tests/bench/judges/requirements.txt
+	@VIRTUAL_ENV=$(CURDIR)/.venv-judges $(UV) pip sync -q --require-hashes tests/bench/judges/requirements.txt
 
 audit-env: env  ## pip-audit in .venv-audit, from a lock of its own
 	@test -x .venv-audit/bin/python || $(UV) venv -q --python $(BIN)/python .venv-audit

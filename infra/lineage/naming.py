@@ -1,13 +1,19 @@
 """Names of datasets as OpenLineage's specification has them: a namespace for the system, a name within it. Pure."""
 
+import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Self
-from urllib.parse import urlsplit
 
+from redis.connection import parse_url
+
+from cache.l2.sentinel.url import is_sentinel, read_url
+from cache.l2.slots import is_cluster, seed_urls
 from cache.store.object_store import without_secrets
 
 REDIS_PORT = 6379
+_AZURE = re.compile(r"abfss?://[^/@:]+@")
+"""Container of an Azure account: it stands where elsewhere a name and a password stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,10 @@ class DatasetName:
     @classmethod
     def of_url(cls, url: str, *parts: str) -> Self:
         """Name of what lies behind a URL or an absolute path, or further down in it; secrets in it are left out."""
-        scheme, _, rest = without_secrets(url).rpartition("://")
+        url = _without_query(url)
+        azure = _AZURE.match(url)
+        kept = azure.end() if azure else 0
+        scheme, _, rest = f"{url[:kept]}{without_secrets(url[kept:])}".rpartition("://")
         path = PurePosixPath(rest, *parts)
         if scheme in ("", "file"):
             return cls("file", str(path))
@@ -29,7 +38,7 @@ class DatasetName:
     @classmethod
     def of_pattern(cls, pattern: str, base: str) -> Self:
         """Name of source files: the file, or the folder above the first wildcard; plain ones are relative to `base`."""
-        full = pattern if "://" in pattern else str(PurePosixPath(base, pattern))
+        full = _without_query(pattern) if "://" in pattern else str(PurePosixPath(base, pattern))
         kept = []
         for part in full.split("/"):
             if any(each in part for each in "*?["):
@@ -39,8 +48,23 @@ class DatasetName:
 
     @classmethod
     def of_redis(cls, url: str, key: str) -> Self:
-        """Name of what lies under a key, or under all keys that begin so: the database's number stands before it."""
-        parts = urlsplit(url)
-        place = f"{parts.hostname}:{parts.port or REDIS_PORT}" if parts.hostname else parts.path
-        number = parts.path.strip("/") if parts.hostname else ""
-        return cls(f"redis://{place}", f"{number or 0}/{key}")
+        """Name of what lies under a key, or under all keys that begin so: the database's number stands before it.
+
+        The first of several nodes or sentinels stands for all; a service under Sentinel belongs to the system.
+        """
+        if is_sentinel(url):
+            group, found = read_url(url)
+            host, port = group.addresses[0]
+            place = f"{host}:{port}/{group.service}"
+        else:
+            found = parse_url(seed_urls(url)[0] if is_cluster(url) else url)  # type: ignore[no-untyped-call]
+            place = (
+                found.get("path")
+                or f"{found.get('host', 'localhost')}:{found.get('port', REDIS_PORT)}"
+            )
+        return cls(f"redis://{place}", f"{found.get('db', 0)}/{key}")
+
+
+def _without_query(url: str) -> str:
+    """Cut what follows `?` in an address of the web, where it is no wildcard."""
+    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url

@@ -17,7 +17,7 @@ from tests.polling import until
 BATCH, K = 8, 10
 PAUSE_S = 0.01
 STORED = frozenset({"l1", "l2"})
-SLOWEST_S = 15.0
+SLOWEST_S = 5.0
 
 
 class Watch:

@@ -1,6 +1,7 @@
 """Looks at what surrounds Larder: the provider of live models, Airflow, lineage."""
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,11 @@ from infra.cli.dags import dags_folder, files_in
 if TYPE_CHECKING:
     from cache.config.night import NightConfig
 
-_TRANSPORTS = (
+TRANSPORTS = (
     "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__CONFIG_PATH", "OPENLINEAGE_URL", "OPENLINEAGE_CONFIG",
 )  # fmt: skip
+"""Settings that name a transport for events."""
+_PROVIDER = "apache-airflow-providers-openlineage"
 _EXTRACTORS = "AIRFLOW__OPENLINEAGE__EXTRACTORS"
 _EXTRACTOR = "infra.lineage.extractor.NightExtractor"
 _AIRFLOW = {
@@ -68,11 +71,16 @@ def look_at_airflow(_config: "NightConfig") -> Found:
 
 def look_at_lineage(_config: "NightConfig") -> Found:
     """Look at the settings of OpenLineage."""
-    if not any(os.environ.get(name) for name in _TRANSPORTS):
-        return "not used", f"no transport for OpenLineage's events, such as {_TRANSPORTS[0]}"
-    if line := missing("lineage", "lineage", "openlineage"):
-        return "to do", line
-    if _EXTRACTOR not in os.environ.get(_EXTRACTORS, "").split(";"):
+    if not any(os.environ.get(name) for name in TRANSPORTS):
+        return "not used", f"no transport for OpenLineage's events, such as {TRANSPORTS[0]}"
+    try:
+        version(_PROVIDER)  # its module could only be found by importing Airflow
+    except PackageNotFoundError:
+        return (
+            "to do",
+            f"lineage needs {_PROVIDER}, not installed here: pip install 'larder[lineage]'",
+        )
+    if _EXTRACTOR not in map(str.strip, os.environ.get(_EXTRACTORS, "").split(";")):
         return "to do", f"events say nothing of data: set {_EXTRACTORS}={_EXTRACTOR}"
     return (
         "ok",

@@ -9,16 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from airflow.providers.openlineage.extractors import ExtractorManager
+from airflow.providers.openlineage.extractors.base import OperatorLineage
 from openlineage.client.event_v2 import Job, Run, RunEvent, RunState
 from openlineage.client.serde import Serde
 
-from cache.control.night_steps import NIGHT
+from cache.control.night_steps import BEFORE, NIGHT
 
 RUN_ID = "01a21a7d-03e6-767c-8abb-abc1316261be"
+EVENTS = {"events": 3, "events_until": "1769731200000-0", "left_out": 0, "unreadable": 0}
+"""What `take_events` returns; it knows of no generation."""
 
 
-def event(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute") -> str:
-    """The event of a task that has ended."""
+def lineage_of(
+    task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute"
+) -> OperatorLineage:
+    """Datasets and facets of a task that has ended."""
     kind = "_ShortCircuitDecoratedOperator" if task_id == "begin" else "_PythonDecoratedOperator"
     operator = SimpleNamespace(
         task_type=kind, dag_id=dag_id, task_id=task_id, op_args=(), inlets=[], outlets=[],
@@ -26,8 +31,15 @@ def event(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute
         log=None,
     )  # fmt: skip
     extractor = ExtractorManager().extractors[kind](operator)
-    instance = SimpleNamespace(xcom_pull=lambda task_ids: build)
-    found = extractor.extract_on_complete(instance)
+    returned = EVENTS if task_id == "take_events" else build
+    instance = SimpleNamespace(xcom_pull=lambda task_ids: returned)
+    found: OperatorLineage = extractor.extract_on_complete(instance)
+    return found
+
+
+def event(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute") -> str:
+    """The event of a task that has ended."""
+    found = lineage_of(task_id, build, dag_id)
     made = Serde.to_json(
         RunEvent(
             eventTime="2026-01-31T00:00:00Z", eventType=RunState.COMPLETE,
@@ -41,7 +53,7 @@ def event(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute
 def main(build: dict[str, Any]) -> None:
     """One line for each task."""
     renamed = {"score": "score_shard", "index": "build_index"}
-    for step in NIGHT:
+    for step in (*BEFORE, *NIGHT):
         print(event(renamed.get(step, step), build))
     print(event("verify", build, dag_id="somebody_elses"))
 

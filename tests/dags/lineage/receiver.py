@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -45,10 +45,32 @@ def receiving() -> Iterator[Receiver]:
             thread.join(10)
 
 
+@dataclass
+class Silent:
+    """A receiver that takes connections and never answers."""
+
+    _listening: socket.socket
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+
+    def connections(self) -> int:
+        """Number of connections since the last look."""
+        found = 0
+        self._listening.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                self._listening.accept()[0].close()
+                found += 1
+        return found
+
+
 @contextmanager
-def silent() -> Iterator[str]:
-    """URL of a receiver that takes connections and never answers."""
+def silent() -> Iterator[Silent]:
+    """One on a free port of this machine."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(64)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield Silent(listening)

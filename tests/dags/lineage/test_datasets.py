@@ -19,6 +19,7 @@ from precompute.builds.night import Night
 from precompute.config.settings import NightConfig, night_config
 from precompute.operations.night import run_night
 from precompute.operations.train import train_reference
+from tests.dags.lineage.receiver import silent
 from tests.dags.lineage.schemas import NOT_NAMED, SPEC, complaints
 from tests.dags.place import CONFIG, ITEMS, USERS, write_interactions
 from tests.opened import open_generation
@@ -46,23 +47,37 @@ def night(
         client.flushdb()
 
 
-@pytest.fixture
-def extracted(night: NightConfig, tmp_path: Path) -> Callable[[str], Events]:
-    """Events of the tasks of a generation, by task; `other` is that of another DAG's task."""
+Run = Callable[..., str]
 
-    def extract(generation: str) -> Events:
+
+@pytest.fixture
+def ran(night: NightConfig, tmp_path: Path) -> Run:
+    """What a module of this folder says of a generation."""
+
+    def run(module: str, generation: str, **more: str) -> str:
         build = {"generation": generation, "url": "", "shards": [0, 1, 2]}
         environ = {
             **os.environ, **settings(tmp_path, "http://127.0.0.1:1", 1),
             "LARDER_CONFIG": str(night.path("larder.toml")), "REDIS_URL": str(night.redis_url),
-            "AIRFLOW__OPENLINEAGE__EXTRACTORS": "infra.lineage.extractor.NightExtractor",
+            "AIRFLOW__OPENLINEAGE__EXTRACTORS": "infra.lineage.extractor.NightExtractor", **more,
         }  # fmt: skip
         told = subprocess.run(
-            [sys.executable, "-m", "tests.dags.lineage.extracted", json.dumps(build)],
+            [sys.executable, "-m", f"tests.dags.lineage.{module}", json.dumps(build)],
             env=environ, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert told.returncode == 0, told.stderr[-2000:]
-        found = [json.loads(line) for line in told.stdout.splitlines() if line.startswith('{"')]
+        return told.stdout
+
+    return run
+
+
+@pytest.fixture
+def extracted(ran: Run) -> Callable[[str], Events]:
+    """Events of the tasks of a generation, by task; `other` is that of another DAG's task."""
+
+    def extract(generation: str) -> Events:
+        lines = ran("extracted", generation).splitlines()
+        found = [json.loads(line) for line in lines if line.startswith('{"')]
         *ours, other = found
         return {**{each["job"]["name"]: each for each in ours}, "other": other}
 
@@ -71,6 +86,19 @@ def extracted(night: NightConfig, tmp_path: Path) -> Callable[[str], Events]:
 
 def by_name(datasets: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {each["name"].rpartition("/")[2]: each for each in datasets}
+
+
+def are_of_the_stream(night: NightConfig, taken: dict[str, Any]) -> bool:
+    """Whether three events came from their stream in Redis into the files of the store, up to one position."""
+    (stream,), (files,) = taken["inputs"], taken["outputs"]
+    assert stream["name"] == f"7/{night.keyspace().events}"
+    assert (files["namespace"], files["name"]) == ("file", str(night.store().local("events")))
+    counts = (
+        stream["inputFacets"]["inputStatistics"]["rowCount"],
+        files["outputFacets"]["outputStatistics"]["rowCount"],
+    )
+    versions = {each["facets"]["version"]["datasetVersion"] for each in (stream, files)}
+    return counts == (3, 3) and versions == {"1769731200000-0"}
 
 
 def test_each_task_says_what_it_read_and_wrote_and_how_much(
@@ -109,6 +137,7 @@ def test_each_task_says_what_it_read_and_wrote_and_how_much(
     assert page["outputFacets"]["outputStatistics"]["rowCount"] == USERS
     vectors = by_name(events["build_index"]["inputs"])["vectors.f32"]
     assert vectors["inputFacets"]["inputStatistics"]["rowCount"] == ITEMS
+    assert are_of_the_stream(night, events.pop("take_events"))
     # What one task writes is what the next one reads, under the same name: begin to the pointer.
     written = {
         (each["namespace"], each["name"]) for one in events.values() for each in one["outputs"]
@@ -122,16 +151,28 @@ def test_each_task_says_what_it_read_and_wrote_and_how_much(
 
 
 def test_a_refused_gate_names_its_rule_its_value_and_its_threshold(
-    night: NightConfig, extracted: Callable[[str], Events]
+    night: NightConfig, ran: Run, tmp_path: Path
 ) -> None:
     write_interactions(night.path("interactions.csv"), seed=7, users=USERS // 2)
     with pytest.raises(Refused) as refused:
         run_night(Night(night, "second", "2026-01-30T00:00:00Z"))
     generation = next(each for each in night.store().names("generations") if each > "20260130")
 
-    events = extracted(generation)
+    # A receiver that never answers is asked once, and the one beside it gets the event.
+    file = tmp_path / "events.jsonl"
+    with silent() as receiver:
+        transports = {
+            "a": {"type": "http", "url": receiver.url, "timeout": 1, "retry": {"total": 0}},
+            "b": {"type": "file", "log_file_path": str(file), "append": True},
+        }
+        transport = {"type": "composite", "transports": transports}
+        ran("refused", generation, AIRFLOW__OPENLINEAGE__TRANSPORT=json.dumps(transport))
+        assert receiver.connections() == 1
+    (event,) = map(json.loads, file.read_text().splitlines())
 
-    gates = events["verify"]["inputs"][0]["inputFacets"]["dataQualityAssertions"]["assertions"]
+    assert (event["eventType"], event["job"]["name"]) == ("FAIL", "nightly_precompute.verify")
+    assert "coverage_of_live" in event["run"]["facets"]["errorMessage"]["message"]
+    gates = event["inputs"][0]["inputFacets"]["dataQualityAssertions"]["assertions"]
     failed = {each["assertion"]: each for each in gates if not each["success"]}
     told = failed["coverage_of_live"]
     assert (told["expected"], told["severity"]) == ("0.8", "error")

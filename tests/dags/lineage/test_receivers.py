@@ -111,7 +111,7 @@ def test_receivers_get_every_step_and_a_refused_gate_as_a_failure(nights: Nights
 
     # when: the receiver takes connections and never answers
     write_interactions(nights.folder / "interactions.csv", seed=7)
-    with silent() as url:
-        states, silent_s = nights.run(http(url), "2026-01-31T00:00:00Z")
+    with silent() as receiver_of_none:
+        states, silent_s = nights.run(http(receiver_of_none.url), "2026-01-31T00:00:00Z")
     assert set(states.values()) == {"success"}
     print(f"{seconds:.1f} s with a receiver, {silent_s:.1f} s with one that never answers")

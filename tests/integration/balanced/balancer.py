@@ -1,24 +1,21 @@
 """HAProxy as a Service with readiness: connections go to pods that are endpoints, and nothing is tried twice."""
 
+import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-
 from cache.process.child_process import Guarded
 from infra.local.service import ROOT
 from tests.polling import until
 
-PROGRAM = next(
-    (
-        each
-        for each in (Path("/usr/sbin/haproxy"), Path("/usr/local/sbin/haproxy"))
-        if each.exists()
-    ),
-    None,
+# Debian has it where only root looks.
+PROGRAM = shutil.which(
+    "haproxy",
+    path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin")),
 )
 SLOTS = 12
 # As a Service is, this balances connections (`mode tcp`), and a refused one is the caller's loss: no retry, no other
@@ -96,9 +93,8 @@ class Balancer:
 
 @contextmanager
 def balancer(folder: Path) -> Iterator[Balancer]:
-    """A running one; skips the test where there is none."""
-    if PROGRAM is None:
-        pytest.skip("no haproxy here: apt-get install haproxy")
+    """A running one; there has to be a `PROGRAM`."""
+    assert PROGRAM is not None
     made = Balancer(folder)
     file = folder / "haproxy.cfg"
     file.write_text(SETTINGS.format(folder=folder, port=made.port, slots=SLOTS))

@@ -10,13 +10,14 @@ import pytest
 
 from precompute.config.settings import NightConfig
 from precompute.operations.restore import restore
-from tests.integration.balanced.balancer import balancer
+from tests.integration.balanced.balancer import PROGRAM, balancer
 from tests.integration.balanced.pods import Deployment, Load
 from tests.integration.events.durable_redis import DurableRedis, durable_redis
 from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
 from tests.integration.ordeal import Seen
 from tests.polling import until
 
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no haproxy here: apt-get install haproxy")
 SEED = 26
 
 

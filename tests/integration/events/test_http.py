@@ -132,7 +132,7 @@ async def test_events_of_who_is_blocked_are_rejected_within_a_second(
         told = (await post(app, event(next(numbers), "erased"))).json()
         return [each["reason"] for each in told["rejected"]] == ["erased"]
 
-    assert await eventually(refused)
+    assert await eventually(refused, timeout_s=10)
 
 
 async def test_a_service_without_events_says_so(night: NightConfig) -> None:

@@ -42,9 +42,6 @@ from tests.integration.nights import (
 from tests.integration.serving_app import serving
 from tests.polling import until
 
-SLACK_S = 30.0
-"""Seconds that a publish or a roll back may take for itself, where tests share few cores."""
-
 
 class Nights:
     """One live generation behind three replicas; each test asks for a later one."""
@@ -141,7 +138,7 @@ def test_a_replica_that_died_is_not_waited_for_longer_than_three_beats(nights: N
 
     publish(nights.config, generation)
 
-    assert time.monotonic() - began < REPLICA_DEAD_S + SLACK_S < FlipConfig().wait_s
+    assert time.monotonic() - began < REPLICA_DEAD_S + 5
     with control_of(nights.config) as control:
         assert control.client.zscore(control.keys.replicas, body) is None
     assert nights.live == generation
@@ -177,7 +174,7 @@ def test_without_replicas_a_publish_waits_for_nobody(tmp_path: Path, redis_url: 
 
     publish(config, generation)
 
-    assert time.monotonic() - began < SLACK_S
+    assert time.monotonic() - began < 5
     with (
         pytest.raises(Conflict, match="0 of 0 live replicas are ready, 1 must be"),
         control_of(config) as control,
@@ -300,7 +297,7 @@ async def test_a_rollback_is_visible_within_a_second_and_no_answer_mixes_generat
         f"command began, {last[second] - moved:+.3f} s after it ended"
     )
     assert wrong == [] and last[first] > last[second] > 0
-    assert last[second] - began < SLACK_S  # the figure is the bench's; here it must only end
+    assert last[second] - began < 5  # the figure is the bench's; here it must only end
 
 
 async def test_a_redis_that_dies_while_a_generation_is_staged_costs_no_answer(

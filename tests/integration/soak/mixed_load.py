@@ -12,6 +12,7 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
+from cache.tiers.results import MissReason
 from infra.demo.http import HttpConnection
 from serving.answers.sources import STORED, Source
 from tests.integration.ordeal import Lists
@@ -24,6 +25,10 @@ SHARES: Final = {
     "tables": 0.05, "events": 0.08,
 }  # fmt: skip
 """Share of each kind of request."""
+UNKNOWN: Final = ("live", "stranger")
+"""Kinds of request that name nobody whom the night knows."""
+DEFAULTED_MAX: Final = 0.05
+"""Share of answers about what the night knows that may be `default`: none on a quiet machine."""
 
 
 @dataclass
@@ -42,6 +47,8 @@ class MixedLoad:
     requests: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
+    known: Counter[str] = field(default_factory=Counter)
+    """Sources of answers about what the night knows."""
     generations: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -69,6 +76,19 @@ class MixedLoad:
 
         await asyncio.gather(*(call() for _ in range(CONNECTIONS)))
 
+    def missing(self) -> list[str]:
+        """Complaints about what did not happen: a kind that was not asked, a source that never answered."""
+        found = [f"no request of kind {each}" for each in SHARES if not self.kinds[each]]
+        found += [
+            f"no answer from {each}" for each in (*STORED, Source.LIVE) if not self.sources[each]
+        ]
+        defaulted, answers = self.known[Source.DEFAULT], self.known.total()
+        if defaulted > DEFAULTED_MAX * answers:
+            found.append(
+                f"{defaulted} of {answers} answers about what the night knows are `default`"
+            )
+        return found
+
     def _arrivals(self, rate: float) -> Iterator[float]:
         due = time.monotonic()
         for _ in itertools.count():
@@ -92,13 +112,14 @@ class MixedLoad:
         elif kind == "events":
             self._judge_events(orjson.loads(found))
         else:
-            self._judge(kind, body, orjson.loads(found))
+            self.judge(kind, body, orjson.loads(found))
 
     def _judge_events(self, told: Mapping[str, Any]) -> None:
         if told["accepted"] != 1:
             self.wrong.append(f"events: {told}")
 
-    def _judge(self, kind: str, body: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    def judge(self, kind: str, body: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+        """Count what came of a lookup, and note what is wrong with it."""
         answers = told["answers"] if body else [told]
         # One answer is of one generation, also in a batch while a flip is under way; a lower rung says so itself.
         seen = {each["generation"] for each in answers if each["source"] != Source.PREVIOUS}
@@ -106,17 +127,29 @@ class MixedLoad:
             self.wrong.append(f"{kind}: an answer of {sorted(seen)}")
         for each in answers:
             self.sources[each["source"]] += 1
+            if kind not in UNKNOWN:
+                self.known[each["source"]] += 1
             self.generations[each["generation"]] += 1
             if each["generation"] not in self.lists:
                 self.wrong.append(f"{kind} {each['id']}: {each['generation']} is no generation")
             elif each["source"] not in STORED and not each.get("reason"):
                 self.wrong.append(f"{kind} {each['id']}: {each['source']} without a reason")
+            elif each.get("reason") == MissReason.INTERNAL_ERROR:
+                self.wrong.append(f"{kind} {each['id']}: {each['source']} after an internal error")
             elif each["table"] == "user_topk":
                 self._judge_items(kind, body, each)
 
     def _judge_items(self, kind: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         items = tuple(answer["items"])
-        if kind == "filtered":
+        if (
+            answer["source"] in STORED
+            and answer.get("producer") != "batch"
+            and not answer.get("events")
+        ):
+            self.wrong.append(
+                f"{kind} {answer['id']}: {answer['source']} by {answer.get('producer')}"
+            )
+        elif kind == "filtered":
             wanted = body["filter"]["=="][1]
             if any(self.category[each] != wanted for each in items):
                 self.wrong.append(f"filtered {answer['id']}: not {wanted} alone")

@@ -150,7 +150,7 @@ async def soaked(
 ) -> dict[str, float]:
     """Load for so long, that many nights meanwhile, a look at what is held every `look_s`: growth of each.
 
-    Fails for an answer that is wrong, or a night that nobody was answered from.
+    Fails for an answer that is wrong, one that never came, or a night that nobody was answered from.
     """
     load, began = soak.load, time.monotonic()
     looks: list[tuple[float, dict[str, float]]] = []
@@ -199,7 +199,7 @@ async def soaked(
             f"growth over the second half {grown[name]:+,.1f} (at most {most:,.0f})"
         )
 
-    assert load.wrong == []
+    assert load.wrong == [] and load.missing() == []
     assert len(load.generations) == nights + 1
     return grown
 

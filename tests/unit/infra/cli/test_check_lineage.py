@@ -1,34 +1,58 @@
 """`larder check` on lineage: off, half set, and on."""
 
-import importlib.util
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from cache.config.night import NightConfig
+from infra.cli.check import platform
 from infra.cli.check.command import LOOKS
 
 TRANSPORT, EXTRACTORS = "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__EXTRACTORS"
+PROVIDER = "apache-airflow-providers-openlineage"
 OURS = "infra.lineage.extractor.NightExtractor"
-IS_INSTALLED = importlib.util.find_spec("openlineage") is not None
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Makes `larder check` see these packages and no others."""
+
+    def version(name: str) -> str:
+        if name not in packages:
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(platform, "version", version)
 
 
 @pytest.mark.parametrize(
     ("environ", "state", "told"),
     [
         ({}, "not used", TRANSPORT),
-        ({TRANSPORT: "{}"}, "to do", EXTRACTORS if IS_INSTALLED else "larder[lineage]"),
-        ({TRANSPORT: "{}", EXTRACTORS: "other.Extractor"}, "to do", OURS if IS_INSTALLED else "larder[lineage]"),
-        ({"OPENLINEAGE_URL": "http://x", EXTRACTORS: f"other.Extractor;{OURS}"}, "ok" if IS_INSTALLED else "to do", ""),
+        ({TRANSPORT: "{}"}, "to do", EXTRACTORS),
+        ({TRANSPORT: "{}", EXTRACTORS: "other.Extractor"}, "to do", OURS),
+        ({TRANSPORT: "{}", EXTRACTORS: f"other.Extractor; {OURS} ;"}, "ok", ""),
+        ({"OPENLINEAGE_URL": "http://x", EXTRACTORS: f"other.Extractor;{OURS}"}, "ok", ""),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(
     environ: dict[str, str], state: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (TRANSPORT, EXTRACTORS, "OPENLINEAGE_URL", "OPENLINEAGE_CONFIG"):
+    for name in (*platform.TRANSPORTS, EXTRACTORS):
         monkeypatch.delenv(name, raising=False)
+    installed(monkeypatch, PROVIDER)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
 
     found = LOOKS["lineage"](NightConfig())
 
     assert found[0] == state and told in found[1]
+
+
+def test_openlineages_own_client_is_no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRANSPORT, "{}")
+    monkeypatch.setenv(EXTRACTORS, OURS)
+    installed(monkeypatch, "openlineage-python")
+
+    state, told = LOOKS["lineage"](NightConfig())
+
+    assert state == "to do" and PROVIDER in told and "larder[lineage]" in told
