@@ -100,6 +100,10 @@ _HELD: Json = object_of(
         "published_at": {"type": "string", "format": "date-time"},
         "data_until": {"type": "integer", "description": "Unix seconds"},
         **{name: {"type": "object"} for name in ("entities", "tables", "models", "indexes")},
+        "fallback": {
+            "type": ["string", "null"],
+            "description": "Why live models run on the processor where a GPU's provider was asked for",
+        },
     },
     ("generation", "epoch", "published_at", "data_until"),
 )
