@@ -28,6 +28,7 @@ def test_users_left_by_pieces_keep_their_own_exclusions(monkeypatch):
     best = theirs.top(users, 5)[0]
     excluded = Histories.of([best[row][:3] if row == 8 else [] for row in range(len(users))])
     ours = DeviceScorer.of(items, "inner_product", DEVICE, dtype=torch.float16, fused=False)
+    assert ours is not None
     plain = device_search.search
     searched = []
 
