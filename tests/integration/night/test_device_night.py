@@ -65,17 +65,22 @@ def test_a_shard_begun_on_a_device_is_finished_on_the_processor(
     assert files_of(config, build) == files_of(alone, scored(alone, [0, 1]))
 
 
+def with_programs(prepared: NightConfig, folder: Path) -> NightConfig:
+    """The same night on the device, of a bundle with programs."""
+    config = replace(
+        elsewhere(prepared, folder),
+        device=DEVICE,
+        bundle=str(folder / "bundle"),
+        reference=replace(prepared.reference, programs=True),
+    )
+    train_reference(config, data_until=UNTIL)
+    return config
+
+
 def test_a_night_by_programs_is_published(
     prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = replace(prepared.reference, programs=True)
-    config = replace(
-        elsewhere(prepared, tmp_path),
-        device=DEVICE,
-        bundle=str(tmp_path / "bundle"),
-        reference=reference,
-    )
-    train_reference(config, data_until=UNTIL)
+    config = with_programs(prepared, tmp_path)
     opened = []
     plain = DeviceTower.run
 
@@ -94,14 +99,7 @@ def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gate
     prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a device whose vectors have other last bits for every second user, at the edge of what is allowed
-    reference = replace(prepared.reference, programs=True)
-    config = replace(
-        elsewhere(prepared, tmp_path),
-        device=DEVICE,
-        bundle=str(tmp_path / "bundle"),
-        reference=reference,
-    )
-    train_reference(config, data_until=UNTIL)
+    config = with_programs(prepared, tmp_path)
     moved = []
     plain = DeviceTower._outputs
 
