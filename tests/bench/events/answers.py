@@ -9,24 +9,16 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
-
-import uvloop
 
 from cache.events.event import Event
 from cache.events.position import Position
 from serving.access.callers import Callers
-from serving.bootstrap import running
 from serving.fast_lookup.dispatcher import Hot
 from serving.http.service import Service
 from serving.tracing.request_context import CALLER
+from tests.bench.events.in_process import in_process
 from tests.bench.tools.harness import Options, Report, alternate, parse
-from tests.bench.tools.place import own_server
-from tests.integration.fresh.events_world import EVENTS, EventWorld
-from tests.integration.nights import prepare
-from tests.integration.serving_app import settings
+from tests.integration.fresh.events_world import EventWorld
 
 TABLE = "user_topk"
 OTHERS = 100_000
@@ -101,18 +93,9 @@ def main() -> None:
     """Measure and report."""
     options = parse(__doc__ or "")
     report = Report("events", ("onnxruntime", "faiss-cpu", "uvloop"))
-    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
-        users = 2_000 if options.quick else 10_000
-        world = EventWorld(prepare(Path(folder), server.url, users=users, items=2_000))
-        world.publish()
-        report.figures["users"], report.figures["items"] = users, len(world.items)
-        report.figures["others with events"] = OTHERS
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            stack = AsyncExitStack()
-            config = settings(world.config, events=EVENTS, deadline_ms=10_000.0)
-            service = runner.run(stack.enter_async_context(running(config)))
-            measure(Bench(world, service, runner), report, options)
-            runner.run(stack.aclose())
+    report.figures["others with events"] = OTHERS
+    with in_process(report, options) as (world, service, runner):
+        measure(Bench(world, service, runner), report, options)
     report.show(options)
 
 

@@ -16,25 +16,18 @@ import gc
 import itertools
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from datetime import datetime
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
-
-import uvloop
 
 from cache.events.event import Event
 from cache.events.position import Position
-from serving.bootstrap import running
 from serving.http.service import Service
 from serving.requests.models import Ask, RequestedEntity, RequestOptions
+from tests.bench.events.in_process import in_process
 from tests.bench.events.paired import Block, Cost, interleave
 from tests.bench.tools.harness import Report, parse
-from tests.bench.tools.place import own_server
-from tests.integration.fresh.events_world import EVENTS, EventWorld
-from tests.integration.nights import UNTIL, prepare
-from tests.integration.serving_app import settings
+from tests.integration.fresh.events_world import EventWorld
+from tests.integration.nights import UNTIL
 
 TABLE: Final = "user_topk"
 BLOCKS: Final = {"vs_live": (32, 32), "vs_live_alone": (8, 1)}
@@ -118,29 +111,20 @@ def main() -> None:
     """Measure and report."""
     options = parse(__doc__ or "")
     report = Report("events", ("onnxruntime", "faiss-cpu", "uvloop"))
-    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
-        users = 2_000 if options.quick else 10_000
-        world = EventWorld(prepare(Path(folder), server.url, users=users, items=2_000))
-        world.publish()
-        report.figures["users"], report.figures["items"] = users, len(world.items)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            stack = AsyncExitStack()
-            config = settings(world.config, events=EVENTS, deadline_ms=10_000.0)
-            service = runner.run(stack.enter_async_context(running(config)))
-            clicks = Clicks(world, service, runner)
-            rounds = max(options.rounds, QUICK_ROUNDS if options.quick else ROUNDS)
-            report.figures["rounds"], report.figures["seed"] = rounds, SEED
-            gc.collect()
-            gc.freeze()
-            for name, (requests, at_once) in BLOCKS.items():
-                found = interleave(
-                    clicks.live(requests, at_once), clicks.events(requests, at_once),
-                    rounds=rounds, requests=requests, seed=SEED,
-                )  # fmt: skip
-                report.ratios[name] = found.ratio()
-                report.ratios[f"{name}_processor"] = found.ratio(cost=1)
-                report.figures |= found.figures(name, "events")
-            runner.run(stack.aclose())
+    with in_process(report, options) as (world, service, runner):
+        clicks = Clicks(world, service, runner)
+        rounds = max(options.rounds, QUICK_ROUNDS if options.quick else ROUNDS)
+        report.figures["rounds"], report.figures["seed"] = rounds, SEED
+        gc.collect()
+        gc.freeze()
+        for name, (requests, at_once) in BLOCKS.items():
+            found = interleave(
+                clicks.live(requests, at_once), clicks.events(requests, at_once),
+                rounds=rounds, requests=requests, seed=SEED,
+            )  # fmt: skip
+            report.ratios[name] = found.ratio()
+            report.ratios[f"{name}_processor"] = found.ratio(cost=1)
+            report.figures |= found.figures(name, "events")
     report.show(options)
 
 
