@@ -5,7 +5,8 @@ import torch
 
 from cache.model.ranking import score
 
-LANES = 4
+SUMS = 4
+"""Sums beside each other, of every fourth number."""
 _TURN = 16
 WORST = torch.iinfo(torch.int64).min
 """The key of no pair at all."""
@@ -18,15 +19,15 @@ def in_order(vectors: torch.Tensor) -> torch.Tensor:
     in `native/exact.h`.
     """
     dims = vectors.shape[1]
-    padded = torch.nn.functional.pad(vectors, (0, -dims % LANES))
-    steps = padded.shape[1] // LANES
+    padded = torch.nn.functional.pad(vectors, (0, -dims % SUMS))
+    steps = padded.shape[1] // SUMS
     turned = [
         step
-        for start in range(0, dims // _TURN * LANES, LANES)
-        for step in range(start + LANES - 1, start - 1, -1)
+        for start in range(0, dims // _TURN * SUMS, SUMS)
+        for step in range(start + SUMS - 1, start - 1, -1)
     ]
     order = torch.tensor([*turned, *range(len(turned), steps)], device=vectors.device)
-    return padded.view(len(padded), steps, LANES)[:, order].contiguous()
+    return padded.view(len(padded), steps, SUMS)[:, order].contiguous()
 
 
 def dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,7 @@ def dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
 
     Products and sums are steps of their own: a multiply-add that is fused rounds once where numpy rounds twice.
     """
-    sums = torch.zeros((*items.shape[:2], LANES), device=items.device)
+    sums = torch.zeros((*items.shape[:2], SUMS), device=items.device)
     for step in range(items.shape[2]):
         sums += items[:, :, step] * users[:, None, step]
     return (sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3])

@@ -1,10 +1,12 @@
 """Search of all columns for some users by the kernels: as `precompute.device.search`, the product never written.
 
-For every group of a few items a bound is kept in half precision, rounded up; a user's best groups are found through the
-highest bound of each block, their items scored in float32, and what was left out has the last group's bound. The few
-lists that this does not make certain (masses of ties, scores too close for half precision) are left to `search`.
+For every group of a few items a product has a bound. Users first see few of all blocks, and what they find there is the
+limit that groups of the next, larger share have to reach to be written down at all; so a user keeps a few hundred of
+them. Their items are scored in float32, and what was left out has the last limit as its bound. The few lists that this
+does not make certain (masses of ties, scores too close for half precision) are left to `search`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,73 +17,87 @@ from cache.model.ranking import Metric, unit
 from cache.topk.flat import Compared
 from precompute.device import kernels
 from precompute.device import search as operators
-from precompute.device.items import LANES, UNDERFLOW, Columns, DeviceItems, Queries
-from precompute.device.search import SearchShape, judged
+from precompute.device.items import ABREAST, LANES, UNDERFLOW, Columns, DeviceItems, Queries
+from precompute.device.search import SearchShape, best_of, certain
 
 FETCH_MOST = 1 << 11
 """Groups of a user that are scored: for longer lists torch's operators do."""
-BLOCKS_MOST = 1 << 14
+GROUP = 4
+"""Items of a group: few, as all of a kept group are scored."""
 WIDTH_MOST = 512
-_ROWS_MOST = 1 << 13
-_PROGRAMS = 1 << 13
-"""Programs of a large product, many times those under way at once: the last to end then wait for few."""
-_NO_ITEMS = -3e4
-"""Weight of a group of padding: within half precision, and below every bound."""
+SPLITS = 16
+"""Programs that share the items of the same users."""
+_SEGMENTS = SPLITS * ABREAST
+_ROWS_MOST = 1 << 14
+_RATIO = 4
+"""Blocks that have been looked at after a stage, of those before it: three times as many groups reach the limit."""
+_LEADING_MOST = 1 << 10
+"""Keys that the kernel sorts: for more torch is as fast."""
+_HALVINGS = 14
+"""Of the span of a user's bounds: what is left of it is no wider than half precision is rough."""
+NONE = -1
+"""Entry of nothing."""
 _NOTHING = float("-inf")
-_PROBED = 1500
+_PROBED = 9000
+"""Items, of two stages."""
 _ROUNDED = 2.0**-9
-"""More than rounding up adds to a bound of at most one and a little."""
+"""More than a bound of at most one and a little may be above its product and the margin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Shares of one program: `users` of a product, `selected` users' groups in steps of `step`, `scored` pairs.
+    """Shares of one program: `users` by `columns` of a product, `selected` users' bounds or keys, `scored` pairs.
 
-    The first in so many `warps`, while `stages` tiles of items are on their way.
+    The first in so many `warps`, while `stages` tiles of items are on their way; `resident` of them on a multiprocessor
+    at once: one multiplies while another looks at what it found.
     """
 
     users: int
+    columns: int
     warps: int
     stages: int
+    resident: int
     selected: int = 1
-    step: int = 1024
     scored: int = 128
 
 
 def tiles_of(users: int, width: int, device: torch.device) -> Tiles:
     """Tiles for codes of some width: users stay in shared memory while all items pass."""
     if device.type == "cpu":  # the interpreter takes the same time for many users as for one
-        return Tiles(
-            min(64, max(16, _power(users))), 4, 1, min(64, _power(users)), 1 << 13, 1 << 15
-        )
-    return Tiles(128, 8, 3) if width <= 256 else Tiles(64, 4, 2)
-
-
-def group_of(items: int) -> int:
-    """Items of a group: few, as all of a chosen group are scored, but no more blocks than are looked at."""
-    return max(4, _power(-(-items // (BLOCKS_MOST * LANES))))
+        few = _power(min(64, users))
+        return Tiles(max(16, few), 256, 4, 1, 4, selected=few, scored=1 << 15)
+    if width <= 128:
+        return Tiles(128, 64, 4, 3, 2)
+    return Tiles(128, 64, 8, 3, 1) if width <= 256 else Tiles(64, 64, 4, 2, 1)
 
 
 def fits(items: DeviceItems, columns: Columns, fetch: int) -> bool:
-    """True if the kernels are made for products of this width, in so many blocks, with so many candidates."""
-    blocks = len(columns.ordinals) // columns.block
+    """True if the kernels are made for products of this width, in groups of this size, with so many candidates."""
     return (
         items.codes.dtype == torch.float16
         and items.codes.shape[1] <= WIDTH_MOST
-        and blocks <= BLOCKS_MOST
+        and columns.size == GROUP
         and fetch <= FETCH_MOST
     )
 
 
 def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) -> SearchShape:
-    """Shape of a search: all columns, and as many users as have room."""
-    total = len(columns.ordinals)
-    capacity = _power(fetch)
-    bounds = total // columns.size * 2 + total // columns.block * 2
+    """Shape of a search: all columns, and as many users as have room, or are under way at once."""
+    capacity, device = _power(fetch), items.codes.device
+    entries = _SEGMENTS * room_of(capacity) * 8
     candidates = capacity * (8 + columns.size * 8 * 2)
-    vectors = items.exact[0].numel() * 4 * 3
-    users = max(1, min(_ROWS_MOST, room_bytes // (bounds + candidates + vectors)))
-    return SearchShape(users, total, fetch)
+    vectors = columns.exact[0, :, 0].numel() * 4 * 3
+    tiles = tiles_of(_ROWS_MOST, items.codes.shape[1], device)
+    most = max(1, units_of(device) * tiles.resident // 4) * tiles.users  # whole rounds of programs
+    users = max(1, min(_ROWS_MOST, most, room_bytes // (entries + candidates + vectors)))
+    return SearchShape(users, len(columns.ordinals), fetch)
+
+
+def units_of(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def search(
@@ -99,57 +115,94 @@ def search(
     # An item that is excluded lifts its group's bound like any other.
     capacity = _power(shape.fetch)
     wanted = (hidden[0].diff() + shape.fetch).clamp(max=capacity).to(torch.int32)
-    bounds, blockwise = bounds_of(items, columns, queries, tiles)
-    chosen, left_out = chosen_of(bounds, blockwise, wanted, capacity, tiles)
-    keys = keys_of(items, columns, queries, hidden, chosen, tiles)
-    return judged(items, queries, keys, left_out, k)
+    kept, left_out = kept_of(items, columns, queries, wanted, capacity, tiles)
+    best = leading_of(keys_of(items, columns, queries, hidden, kept, tiles), k, tiles)
+    return best, certain(items, queries, best, left_out)
 
 
-def bounds_of(
-    items: DeviceItems, columns: Columns, queries: Queries, tiles: Tiles
+def kept_of(
+    items: DeviceItems,
+    columns: Columns,
+    queries: Queries,
+    wanted: torch.Tensor,
+    capacity: int,
+    tiles: Tiles,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bounds half [n, groups], the highest of each block half [n, blocks]): no score of an item there is higher."""
-    users, width = queries.codes.shape
-    device = queries.codes.device
-    blocks = len(columns.ordinals) // columns.block
-    bounds = torch.empty((users, blocks * LANES), dtype=torch.float16, device=device)
-    blockwise = torch.empty((users, blocks), dtype=torch.float16, device=device)
-    longest, rest = columns.longest, columns.residual
-    weight = rest + items.error * (longest + rest)
-    weight = torch.where(longest > 0, weight, _NO_ITEMS)
-    rows = -(-users // tiles.users)
-    each = max(1, -(-blocks * rows // _PROGRAMS))
-    kernels.maxima[rows, -(-blocks // each)](
-        queries.codes, queries.length + queries.residual, queries.residual, columns.codes, weight, longest,
-        bounds, blockwise, users, blocks, each, UNDERFLOW,
-        width=width, depth=max(16, _power(width)), height=tiles.users, lanes=LANES, size=columns.size,
-        stages=tiles.stages, num_warps=tiles.warps,
-    )  # fmt: skip
-    return bounds, blockwise
+    """(bounds and groups int64 [n, capacity] in no order, NONE where there are no more; the highest left out [n]).
 
-
-def chosen_of(
-    bounds: torch.Tensor, blockwise: torch.Tensor, wanted: torch.Tensor, capacity: int, tiles: Tiles
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(groups int32 [n, capacity] in no order, -1 where there are no more; the highest bound left out float32 [n]).
-
-    The `wanted` [n] highest, through the blocks that have any of them; ties beside them while there is room.
+    The `wanted` [n] highest, and what is close to the last of them while there is room.
     """
-    users, blocks = blockwise.shape
-    left_out = torch.full((users,), _NOTHING, device=bounds.device)
-    limits = torch.zeros((users,), dtype=torch.int32, device=bounds.device)
-    parents, chosen = (
-        torch.empty((users, capacity), dtype=torch.int32, device=bounds.device) for _ in range(2)
-    )
-    for values, out, wide, span in (
-        (blockwise, parents, blocks, 0),
-        (bounds, chosen, min(capacity, blocks) * LANES, LANES),
-    ):
-        kernels.best_of[-(-users // tiles.selected),](
-            values, parents, wanted, limits, out, left_out, users, wide, values.shape[1],
-            height=tiles.selected, capacity=capacity, span=span, step=min(tiles.step, _power(wide)), num_warps=4,
+    users, room = len(queries.codes), room_of(capacity)
+    device = queries.codes.device
+    entries = torch.empty((users, _SEGMENTS, room), dtype=torch.int64, device=device)
+    counts = torch.empty((users, _SEGMENTS), dtype=torch.int32, device=device)
+    kept = torch.full((users, capacity), NONE, device=device)
+    limits, left_out = (torch.full((users,), _NOTHING, device=device) for _ in range(2))
+    for stage in stages_of(len(columns.ordinals) // columns.block, room):
+        above(items, columns, queries, limits, stage, (entries, counts), tiles)
+        kernels.keep[-(-users // tiles.selected),](
+            entries, counts, wanted, kept, limits, left_out, users,
+            height=tiles.selected, segments=_SEGMENTS, room=room, capacity=capacity,
+            halvings=_HALVINGS, num_warps=max(4, room // 16),
         )  # fmt: skip
-    return chosen, left_out
+    return kept, left_out
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`blocks` blocks, multiples of `stride`; with `skip` the first of every skip + 1 was looked at before."""
+
+    blocks: int
+    stride: int
+    skip: int = 0
+
+    def block(self, at: int) -> int:
+        """The block that is looked at as the `at`-th."""
+        return (at + at // self.skip + 1 if self.skip else at) * self.stride
+
+
+def stages_of(blocks: int, room: int) -> Iterator[Stage]:
+    """Stages that look at every block once: first at no more than have room if all their groups are written."""
+    stride, first = 1, _SEGMENTS * room // LANES
+    while -(-blocks // stride) > first:
+        stride *= _RATIO
+    seen = -(-blocks // stride)
+    yield Stage(seen, stride)
+    while stride > 1:
+        stride //= _RATIO
+        yield Stage(-(-blocks // stride) - seen, stride, _RATIO - 1)
+        seen = -(-blocks // stride)
+
+
+def room_of(capacity: int) -> int:
+    """Entries of a segment: a stage is expected to write less than half as many."""
+    return max(32, capacity // 8)
+
+
+def above(
+    items: DeviceItems,
+    columns: Columns,
+    queries: Queries,
+    limits: torch.Tensor,
+    stage: Stage,
+    out: tuple[torch.Tensor, torch.Tensor],
+    tiles: Tiles,
+) -> None:
+    """Writes the bounds of one stage that reach the users' limits [n], as (entries, counts): see `kernels.above`."""
+    entries, counts = out
+    users, width = queries.codes.shape
+    longest, rest = (each.view(-1, LANES).amax(1) for each in (columns.longest, columns.residual))
+    weight = rest + items.error * (longest + rest)
+    real = len(columns.longest) - len(columns.padding) // columns.size
+    kernels.above[-(-users // tiles.users), SPLITS](
+        queries.codes, queries.length + queries.residual, queries.residual, limits, columns.codes, weight, longest,
+        entries, counts, users, real, stage.blocks, stage.stride, UNDERFLOW,
+        width=width, depth=max(16, _power(width)), height=tiles.users, lanes=LANES, size=columns.size,
+        tile=max(ABREAST * columns.size, min(tiles.columns, columns.block)), splits=SPLITS, room=entries.shape[2],
+        stages=tiles.stages, skip=stage.skip,
+        inline=queries.codes.device.type == "cuda",
+        num_warps=tiles.warps,
+    )  # fmt: skip
 
 
 def keys_of(
@@ -157,22 +210,35 @@ def keys_of(
     columns: Columns,
     queries: Queries,
     hidden: tuple[torch.Tensor, torch.Tensor],
-    chosen: torch.Tensor,
+    kept: torch.Tensor,
     tiles: Tiles,
 ) -> torch.Tensor:
-    """Exact keys int64 [n, capacity * size] of the items of chosen groups int32 [n, capacity]; WORST if hidden."""
-    users, capacity = chosen.shape
-    keys = torch.empty((users, capacity * columns.size), dtype=torch.int64, device=chosen.device)
+    """Exact keys int64 [n, capacity * size] of the items of kept groups int64 [n, capacity]; WORST if hidden."""
+    users, capacity = kept.shape
+    keys = torch.empty((users, capacity * columns.size), dtype=torch.int64, device=kept.device)
     part = min(tiles.scored, _power(keys.numel()))
     nobody = queries.exact  # where there are no lengths none are read
     kernels.exact[-(-keys.numel() // part),](
         queries.exact, nobody if queries.own is None else queries.own,
-        items.exact, nobody if items.own is None else items.own,
-        chosen, columns.ordinals, *hidden, keys, keys.numel(), len(items.order), len(hidden[1]).bit_length(),
-        steps=items.exact.shape[1], lanes=LANES, size=columns.size, capacity=capacity, part=part,
+        columns.exact, nobody if items.own is None else items.own,
+        kept, columns.ordinals, *hidden, keys, keys.numel(), len(items.order), len(hidden[1]).bit_length(),
+        steps=columns.exact.shape[1], size=columns.size, capacity=capacity, part=part,
         cosine=items.own is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return keys
+
+
+def leading_of(keys: torch.Tensor, k: int, tiles: Tiles) -> torch.Tensor:
+    """The best k of keys int64 [n, a power of two], descending, WORST where there are no more."""
+    users, wide = keys.shape
+    is_slow = keys.device.type == "cpu" and wide > 64  # the interpreter sorts for half a minute
+    if wide > _LEADING_MOST or k > wide or is_slow:
+        return best_of(keys, k)
+    best = torch.empty((users, k), dtype=torch.int64, device=keys.device)
+    kernels.leading[-(-users // tiles.selected),](
+        keys, best, users, k, height=tiles.selected, wide=wide, most=max(2, _power(k)), num_warps=1
+    )
+    return best
 
 
 def agrees(dims: int, device: torch.device) -> bool:
@@ -191,22 +257,40 @@ def agrees(dims: int, device: torch.device) -> bool:
     )
     for metric, compared in metrics:
         of_metric = Compared.of(vectors, metric)
-        held = DeviceItems.of(of_metric, device, torch.float16, group_of(_PROBED))
+        held = DeviceItems.of(of_metric, device, torch.float16, GROUP)
         queries = held.queries(users, compared)
         shape = SearchShape(len(users), len(held.whole.ordinals), 48)
-        keys, certain = search(held, held.whole, queries, pairs, 16, shape)
+        keys, sure = search(held, held.whole, queries, pairs, 16, shape)
         wanted, also = operators.search(held, held.whole, queries, pairs, 16, shape)
-        both = certain & also
-        if not (certain.any() and torch.equal(keys[both], wanted[both]) and _hold(held, queries)):
+        both = sure & also
+        if not (sure.any() and torch.equal(keys[both], wanted[both]) and _hold(held, queries)):
             return False
     return True
 
 
+def bounds_of(items: DeviceItems, columns: Columns, queries: Queries, tiles: Tiles) -> torch.Tensor:
+    """Bounds float32 [n, groups] of few columns, in one stage; minus infinity for groups of padding."""
+    users, device = len(queries.codes), queries.codes.device
+    blocks = len(columns.ordinals) // columns.block
+    room = -(-blocks // SPLITS) * LANES // ABREAST
+    (stage,) = stages_of(blocks, room)
+    entries = torch.empty((users, _SEGMENTS, room), dtype=torch.int64, device=device)
+    counts = torch.empty((users, _SEGMENTS), dtype=torch.int32, device=device)
+    limits = torch.full((users,), _NOTHING, device=device)
+    above(items, columns, queries, limits, stage, (entries, counts), tiles)
+    found = torch.full((users, len(columns.longest)), _NOTHING, device=device)
+    user, segment, slot = (torch.arange(room, device=device) < counts[..., None]).nonzero(
+        as_tuple=True
+    )
+    written = entries[user, segment, slot]
+    found[user, written & 0xFFFFFFFF] = (written >> 32).to(torch.int32).view(torch.float32)
+    return found
+
+
 def _hold(items: DeviceItems, queries: Queries) -> bool:
     columns, users, device = items.whole, len(queries.codes), queries.codes.device
-    found, _ = bounds_of(items, columns, queries, tiles_of(users, queries.codes.shape[1], device))
-    products = queries.codes.double() @ columns.codes.double().T
-    highest = products.view(users, -1, columns.size, LANES).amax(2).view(users, -1)
+    found = bounds_of(items, columns, queries, tiles_of(users, queries.codes.shape[1], device))
+    highest = columns.largest(queries.codes.double() @ columns.codes.double().T)
     margin = items.margin(columns, slice(None), queries.length, queries.residual)
     allowed = items.error * queries.length[:, None] * columns.longest
     over = found.double() - highest - margin

@@ -103,7 +103,7 @@ class DeviceScorer:
             faster = (
                 kernels_for(vectors.shape[1], where, fused) if chosen == torch.float16 else None
             )
-            group = faster.group_of(len(vectors)) if faster else None
+            group = faster.GROUP if faster else None
             items = DeviceItems.of(compared, where, chosen, group)
             _settle(where)
             if not items.holds():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from precompute.device.exact import WORST, dots, keys_of, scores_of
-from precompute.device.items import LANES, Columns, DeviceItems, Queries
+from precompute.device.items import Columns, DeviceItems, Queries
 
 _FIRST = 8
 """The longest items, one part of so many, are multiplied first; each tile then doubles what was done."""
@@ -96,19 +96,22 @@ def search(
         if not len(rows):
             break
         _look(items, columns, queries, found, rows, (owners, hidden), tile)
-    return judged(items, queries, _exact(items, columns, queries, found), found.left_out, k)
+    best = best_of(_exact(items, columns, queries, found), k)
+    return best, certain(items, queries, best, found.left_out)
 
 
-def judged(
-    items: DeviceItems, queries: Queries, keys: torch.Tensor, left_out: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the best k of keys int64 [n, any number], certain bool [n]): nothing left out, `left_out` [n], is as good."""
+def best_of(keys: torch.Tensor, k: int) -> torch.Tensor:
+    """The best k of keys int64 [n, any number], descending, WORST where there are no more."""
     best = keys.topk(min(k, keys.shape[1]), 1)[0]
-    if best.shape[1] < k:
-        best = torch.nn.functional.pad(best, (0, k - best.shape[1]), value=WORST)
+    return torch.nn.functional.pad(best, (0, k - best.shape[1]), value=WORST)
+
+
+def certain(
+    items: DeviceItems, queries: Queries, best: torch.Tensor, left_out: torch.Tensor
+) -> torch.Tensor:
+    """bool [n]: nothing left out, no score above `left_out` [n], is as good as the last of the best keys [n, k]."""
     last = scores_of(best[:, -1]) * queries.scale * items.scale
-    certain = (left_out == _NOTHING) | ((best[:, -1] != WORST) & (last > left_out))
-    return best, certain
+    return (left_out == _NOTHING) | ((best[:, -1] != WORST) & (last > left_out))
 
 
 def _still_open(
@@ -144,16 +147,13 @@ def _look(
     size, fetch = columns.size, found.upper.shape[1]
     product = queries.codes[rows] @ columns.codes[tile].T
     _hide(product, columns, gone, rows, len(queries.codes), tile)
-    most = product.view(len(rows), -1, size, LANES).amax(2).view(len(rows), -1)
     groups = slice(tile.start // size, tile.stop // size)
     margin = items.margin(columns, groups, queries.length[rows], queries.residual[rows])
-    bounds = most.to(torch.float32) + margin
+    bounds = columns.largest(product).to(torch.float32) + margin
     best, at = bounds.topk(min(fetch, bounds.shape[1]), 1)
     if best.shape[1] < bounds.shape[1]:
         found.leave_out(rows, best[:, -1])
-    inside = torch.arange(0, columns.block, LANES, device=rows.device)
-    column = (at // LANES * columns.block + at % LANES)[:, :, None] + inside
-    column = column.view(len(rows), -1)
+    column = columns.columns_of(at).view(len(rows), -1)
     scores = product.gather(1, column).to(torch.float32)
     slack = margin.gather(1, at).repeat_interleave(size, 1)
     upper, which = (scores + slack).topk(min(fetch, column.shape[1]), 1)
@@ -188,12 +188,13 @@ def _exact(items: DeviceItems, columns: Columns, queries: Queries, found: _Found
     users, fetch = found.column.shape
     keys = torch.empty((users, fetch), dtype=torch.int64, device=found.column.device)
     numbers = _EXACT_NUMBERS[found.column.device.type]
-    step = max(1, numbers // (fetch * items.exact[0].numel()))
+    step = max(1, numbers // (fetch * queries.exact[0].numel()))
     for start in range(0, users, step):
         rows = slice(start, start + step)
         ordinals = columns.ordinals[found.column[rows]]
         ordinals = ordinals.clamp(max=len(items.order) - 1)  # of columns that are no items
-        scores = dots(queries.exact[rows], items.exact[ordinals])
+        group, member = columns.members_of(found.column[rows])
+        scores = dots(queries.exact[rows], columns.exact[group, :, member])
         if items.own is not None and queries.own is not None:
             lengths = items.own[ordinals] * queries.own[rows, None]
             scores = torch.where(lengths > 0, scores / lengths, torch.zeros_like(scores))

@@ -1,8 +1,8 @@
 """Tiles of the kernels of the top-K on this GPU: product rates of several shapes, then each stage by itself.
 
 `python -m tests.bench.tools.tiles [seconds]`: Gaussian users by a million items, 128 numbers each and 256; shapes are
-tried until the seconds (50) are over. Rates are users/s of the product with its bounds alone, and their part of a large
-square bfloat16 product. The fastest belong into `precompute.device.fused.tiles_of` and `group_of`.
+tried until the seconds (50) are over. Rates are users/s of the product with what is kept of it, and their part of a
+large square bfloat16 product. The fastest belong into `precompute.device.fused.tiles_of`.
 """
 
 import sys
@@ -12,12 +12,18 @@ from typing import Any
 
 import numpy as np
 
-USERS, ITEMS, K, FETCH = 16_384, 1_000_000, 100, 157
+USERS, ITEMS, K, FETCH = 16_896, 1_000_000, 100, 157
 HISTORY = 30
-TRIED = [  # (users of a program, warps, stages, items of a group)
-    (128, 8, 3, 4), (256, 16, 3, 4), (128, 4, 3, 4), (128, 8, 3, 8), (256, 16, 4, 4), (256, 8, 3, 4), (128, 8, 4, 4),
-    (64, 4, 4, 4), (256, 16, 3, 8), (128, 8, 2, 4), (128, 8, 3, 16), (64, 4, 3, 4), (128, 4, 3, 16),
-]  # fmt: skip
+TRIED = {  # users and items of a tile, warps, stages, programs of a multiprocessor
+    128: (
+        (128, 64, 4, 3, 2), (256, 128, 8, 3, 1), (128, 128, 8, 2, 2), (256, 128, 16, 3, 1), (128, 64, 4, 2, 3),
+        (128, 64, 8, 3, 2), (256, 64, 8, 2, 2), (128, 128, 8, 3, 1), (256, 64, 8, 4, 1), (128, 128, 4, 2, 2),
+    ),
+    256: (
+        (128, 64, 8, 3, 1), (128, 64, 4, 3, 1), (256, 64, 8, 3, 1), (128, 128, 8, 2, 1), (256, 64, 8, 2, 1),
+        (128, 32, 4, 3, 2), (64, 128, 4, 2, 1),
+    ),
+}  # fmt: skip
 
 
 def seconds(run: Callable[[], object], rounds: int = 3) -> float:
@@ -49,9 +55,8 @@ def stages_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     import torch
 
     from precompute.device import fused
-    from precompute.device.search import judged
 
-    on = held(items, device, fused.group_of(len(items)))
+    on = held(items, device, fused.GROUP)
     users = users[:USERS]
     count, columns, capacity = len(users), on.whole, 1 << (FETCH - 1).bit_length()
     if not fused.fits(on, columns, FETCH):
@@ -62,19 +67,17 @@ def stages_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     pairs = rows, torch.randint(len(items), (count * HISTORY,), device=device)
     hidden = fused.hidden_of(pairs, count, len(items))
     wanted = torch.full((count,), FETCH, dtype=torch.int32, device=device)
-    bounds, blockwise = fused.bounds_of(on, columns, queries, tiles)
-    chosen, left_out = fused.chosen_of(bounds, blockwise, wanted, capacity, tiles)
-    keys = fused.keys_of(on, columns, queries, hidden, chosen, tiles)
+    kept, _ = fused.kept_of(on, columns, queries, wanted, capacity, tiles)
+    keys = fused.keys_of(on, columns, queries, hidden, kept, tiles)
     runs: dict[str, Callable[[], object]] = {
         "copies": lambda: on.queries(users, users),
         "histories": lambda: fused.hidden_of(pairs, count, len(items)),
-        "product": lambda: fused.bounds_of(on, columns, queries, tiles),
-        "selection": lambda: fused.chosen_of(bounds, blockwise, wanted, capacity, tiles),
-        "exact": lambda: fused.keys_of(on, columns, queries, hidden, chosen, tiles),
-        "best": lambda: judged(on, queries, keys, left_out, K),
+        "product": lambda: fused.kept_of(on, columns, queries, wanted, capacity, tiles),
+        "exact": lambda: fused.keys_of(on, columns, queries, hidden, kept, tiles),
+        "best": lambda: fused.leading_of(keys, K, tiles),
     }
     found = {stage: seconds(run) * 1e6 / count for stage, run in runs.items()}
-    return found | {"groups": float((chosen >= 0).sum(1).double().mean())}
+    return found | {"groups": float((kept != fused.NONE).sum(1).double().mean())}
 
 
 def square_users_per_s(dims: int, device: Any) -> float:
@@ -103,24 +106,22 @@ def main() -> None:
         print(f"{dims} numbers: {square:,.0f} users/s at the rate of a square product", flush=True)
         for stage, us in stages_of(items, users, device).items():
             print(f"  {stage:10} {us:8.4f} us a user", flush=True)
-        by_group: dict[int, Any] = {}
-        for rows, warps, stages, group in TRIED:
-            if time.monotonic() > until - (20 if dims == 128 else 0):
+        on = held(items, device, fused.GROUP)
+        units = fused.units_of(device)
+        for rows, wide, warps, stages, each in TRIED[dims]:
+            if time.monotonic() > until - (25 if dims == 128 else 0):
                 break
-            if group not in by_group:
-                by_group = {group: held(items, device, group)}
-            on = by_group[group]
-            queries = on.queries(users, users)
-            tiles = fused.Tiles(rows, warps, stages)
+            count = rows * max(1, units * each // 4)
+            queries = on.queries(users[:count], users[:count])
+            wanted = torch.full((count,), FETCH, dtype=torch.int32, device=device)
+            tiles = fused.Tiles(rows, wide, warps, stages, each)
             try:
-                took_s = seconds(lambda: fused.bounds_of(on, on.whole, queries, tiles))  # noqa: B023
+                took_s = seconds(lambda: fused.kept_of(on, on.whole, queries, wanted, 256, tiles))  # noqa: B023
             except Exception as error:
-                print(
-                    f"  {tiles} group {group}: {type(error).__name__} {str(error)[:80]}", flush=True
-                )
+                print(f"  {tiles}: {type(error).__name__} {str(error)[:80]}", flush=True)
                 continue
-            rate = USERS / took_s
-            print(f"  {tiles} group {group}: {rate:,.0f} users/s, {rate / square:.3f}", flush=True)
+            rate = count / took_s
+            print(f"  {tiles}: {rate:,.0f} users/s, {rate / square:.3f}", flush=True)
 
 
 if __name__ == "__main__":

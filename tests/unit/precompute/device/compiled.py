@@ -13,9 +13,10 @@ from precompute.device import fused, kernels
 HOPPER = GPUTarget("cuda", 90, 32)
 HALF, FLOAT, INT, LONG = "*fp16", "*fp32", "*i32", "*i64"
 TYPES = {
-    "maxima": [HALF, FLOAT, FLOAT, HALF, FLOAT, FLOAT, HALF, HALF, "i32", "i32", "i32", "fp32"],
-    "best_of": [HALF, INT, INT, INT, INT, FLOAT, "i32", "i32", "i32"],
-    "exact": [FLOAT, FLOAT, FLOAT, FLOAT, INT, LONG, LONG, LONG, LONG, "i32", "i32", "i32"],
+    "above": [HALF, FLOAT, FLOAT, FLOAT, HALF, FLOAT, FLOAT, LONG, INT, *["i32"] * 4, "fp32"],
+    "keep": [LONG, INT, INT, LONG, FLOAT, FLOAT, "i32"],
+    "exact": [FLOAT, FLOAT, FLOAT, FLOAT, LONG, LONG, LONG, LONG, LONG, "i32", "i32", "i32"],
+    "leading": [LONG, LONG, "i32", "i32"],
 }
 
 
@@ -45,16 +46,21 @@ def main() -> None:
     for width in (40, 128, 256, fused.WIDTH_MOST):
         depth = 1 << (width - 1).bit_length()
         tiles = fused.tiles_of(1 << 14, width, torch.device("cuda"))
-        shape = {"width": width, "depth": depth, "height": tiles.users, "lanes": 64, "size": 4}
+        shape = {
+            "width": width, "depth": depth, "height": tiles.users, "lanes": 64, "size": 4, "tile": tiles.columns,
+            "splits": 16, "room": 32, "stages": tiles.stages, "skip": 3,
+            "inline": True,
+        }  # fmt: skip
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        print(json.dumps(compiled("maxima", options, **shape, stages=tiles.stages)), flush=True)
-    for span in (0, 64):
-        shape = {"height": 1, "capacity": 256, "span": span, "step": 1024}
-        print(json.dumps(compiled("best_of", {"num_warps": 4}, **shape)), flush=True)
+        print(json.dumps(compiled("above", options, **shape)), flush=True)
+    shape = {"height": 1, "segments": 64, "room": 32, "capacity": 256, "halvings": 14}
+    print(json.dumps(compiled("keep", {"num_warps": 4}, **shape)), flush=True)
     for cosine in (False, True):
-        shape = {"steps": 32, "lanes": 64, "size": 4, "capacity": 256, "part": 128}
+        shape = {"steps": 32, "size": 4, "capacity": 256, "part": 128}
         options = {"num_warps": 4, "enable_fp_fusion": False}
         print(json.dumps(compiled("exact", options, **shape, cosine=cosine)), flush=True)
+    shape = {"height": 1, "wide": 1024, "most": 128}
+    print(json.dumps(compiled("leading", {"num_warps": 1}, **shape)), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,12 @@ def test_kernels_compile_into_products_of_warpgroups_and_sums_that_are_rounded_t
     )
 
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [each["name"] for each in found] == ["maxima"] * 4 + ["best_of"] * 2 + ["exact"] * 2
+    assert [each["name"] for each in found] == ["above"] * 4 + ["keep"] + ["exact"] * 2 + [
+        "leading"
+    ]
     for each in found:
         assert each["shared_bytes"] <= SHARED_BYTES
-        assert (each["warpgroup_products"] > 0) == (each["name"] == "maxima")
+        assert (each["warpgroup_products"] > 0) == (each["name"] == "above")
         assert each["approximate_divisions"] == 0
         if each["name"] == "exact":
             assert each["fused_multiply_adds"] == 0

@@ -20,7 +20,7 @@ from precompute.device.exact import (  # noqa: E402
     scores_of,
     unpacked,
 )
-from precompute.device.items import LANES, DeviceItems  # noqa: E402
+from precompute.device.items import DeviceItems  # noqa: E402
 from precompute.device.search import tiles  # noqa: E402
 
 WHERE = torch.device(DEVICE)
@@ -97,12 +97,31 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
     exact = score(users, items, np.tile(which, (20, 1)), metric).astype(np.float64)
     exact *= queries.scale.double().cpu().numpy()[:, None] * held.scale
     margin = held.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
-    column = np.arange(len(which))
-    group = column // columns.block * LANES + column % LANES
+    group = groups_of(columns)
     over = np.abs(product - exact)[:, real] / margin[:, group][:, real]
     assert over.max() <= 1
     if dtype != torch.float32 and dims > 1:
         assert over.max() > 1e-3  # and it is no margin that would hide anything
+
+
+def groups_of(columns):
+    """The group of each column; every column is in one."""
+    members = columns.columns_of(torch.arange(len(columns.longest), device=WHERE)).cpu().numpy()
+    assert np.array_equal(np.sort(members, None), np.arange(len(columns.ordinals)))
+    return np.argsort(members, None) // columns.size
+
+
+@pytest.mark.parametrize("group", [2, 4, 8, 64])
+def test_the_largest_of_a_group_is_that_of_its_columns(group):
+    vectors = np.random.default_rng(0).standard_normal((1000, 8)).astype("f4")
+    held = DeviceItems.of(Compared.of(vectors, "inner_product"), WHERE, torch.float16, group)
+    columns = held.whole
+    product = torch.randn(5, len(columns.ordinals), device=WHERE)
+
+    found = columns.largest(product)
+
+    members = columns.columns_of(torch.arange(len(columns.longest), device=WHERE))
+    assert torch.equal(found, product[:, members].amax(2))
 
 
 def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
@@ -120,7 +139,7 @@ def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
         assert np.array_equal(columns.places.cpu().numpy()[ordinals[real]], real)
         assert (columns.places.cpu().numpy() >= 0).sum() == count
         assert np.array_equal(columns.padding.cpu().numpy(), np.flatnonzero(ordinals == 5000))
-        group = real // columns.block * LANES + real % LANES
+        group = groups_of(columns)[real]
         sizes = np.linalg.norm(items[ordinals[real]].astype(np.float64), axis=1) * held.scale
         assert (columns.longest.cpu().numpy()[group] >= sizes).all()
         starts = columns.longest.cpu().numpy()
