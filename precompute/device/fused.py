@@ -6,7 +6,6 @@ them. Their items are scored in float32, and what was left out has the last limi
 does not make certain (masses of ties, scores too close for half precision) are left to `search`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,24 +16,21 @@ from cache.model.ranking import Metric, unit
 from cache.topk.flat import Compared
 from precompute.device import kernels
 from precompute.device import search as operators
-from precompute.device.items import ABREAST, LANES, UNDERFLOW, Columns, DeviceItems, Queries
+from precompute.device.columns import ABREAST, LANES, Columns
+from precompute.device.items import UNDERFLOW, DeviceItems, Queries
 from precompute.device.search import SearchShape, best_of, certain
+from precompute.device.stages import SEGMENTS, SPLITS, BlockStage, stages_of
 
 FETCH_MOST = 1 << 11
 """Groups of a user that are scored: for longer lists torch's operators do."""
 GROUP = 4
 """Items of a group: few, as all of a kept group are scored."""
 WIDTH_MOST = 512
-SPLITS = 16
-"""Programs that share the items of the same users."""
-_SEGMENTS = SPLITS * ABREAST
 _ROWS_MOST = 1 << 14
-_RATIO = 4
-"""Blocks that have been looked at after a stage, of those before it: three times as many groups reach the limit."""
 _LEADING_MOST = 1 << 10
 """Keys that the kernel sorts: for more torch is as fast."""
 _HALVINGS = 14
-"""Of the span of a user's bounds: what is left of it is no wider than half precision is rough."""
+"""Halvings of a span of bounds, after which few groups are left between its ends."""
 NONE = -1
 """Entry of nothing."""
 _NOTHING = float("-inf")
@@ -84,7 +80,7 @@ def fits(items: DeviceItems, columns: Columns, fetch: int) -> bool:
 def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) -> SearchShape:
     """Shape of a search: all columns, and as many users as have room, or are under way at once."""
     capacity, device = _power(fetch), items.codes.device
-    entries = _SEGMENTS * room_of(capacity) * 8
+    entries = SEGMENTS * room_of(capacity) * 8
     candidates = capacity * (8 + columns.size * 8 * 2)
     vectors = columns.exact[0, :, 0].numel() * 4 * 3
     tiles = tiles_of(_ROWS_MOST, items.codes.shape[1], device)
@@ -134,44 +130,18 @@ def kept_of(
     """
     users, room = len(queries.codes), room_of(capacity)
     device = queries.codes.device
-    entries = torch.empty((users, _SEGMENTS, room), dtype=torch.int64, device=device)
-    counts = torch.empty((users, _SEGMENTS), dtype=torch.int32, device=device)
+    entries = torch.empty((users, SEGMENTS, room), dtype=torch.int64, device=device)
+    counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
     kept = torch.full((users, capacity), NONE, device=device)
     limits, left_out = (torch.full((users,), _NOTHING, device=device) for _ in range(2))
     for stage in stages_of(len(columns.ordinals) // columns.block, room):
         above(items, columns, queries, limits, stage, (entries, counts), tiles)
         kernels.keep[-(-users // tiles.selected),](
             entries, counts, wanted, kept, limits, left_out, users,
-            height=tiles.selected, segments=_SEGMENTS, room=room, capacity=capacity,
+            height=tiles.selected, segments=SEGMENTS, room=room, capacity=capacity,
             halvings=_HALVINGS, num_warps=max(4, room // 16),
         )  # fmt: skip
     return kept, left_out
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """`blocks` blocks, multiples of `stride`; with `skip` the first of every skip + 1 was looked at before."""
-
-    blocks: int
-    stride: int
-    skip: int = 0
-
-    def block(self, at: int) -> int:
-        """The block that is looked at as the `at`-th."""
-        return (at + at // self.skip + 1 if self.skip else at) * self.stride
-
-
-def stages_of(blocks: int, room: int) -> Iterator[Stage]:
-    """Stages that look at every block once: first at no more than have room if all their groups are written."""
-    stride, first = 1, _SEGMENTS * room // LANES
-    while -(-blocks // stride) > first:
-        stride *= _RATIO
-    seen = -(-blocks // stride)
-    yield Stage(seen, stride)
-    while stride > 1:
-        stride //= _RATIO
-        yield Stage(-(-blocks // stride) - seen, stride, _RATIO - 1)
-        seen = -(-blocks // stride)
 
 
 def room_of(capacity: int) -> int:
@@ -184,7 +154,7 @@ def above(
     columns: Columns,
     queries: Queries,
     limits: torch.Tensor,
-    stage: Stage,
+    stage: BlockStage,
     out: tuple[torch.Tensor, torch.Tensor],
     tiles: Tiles,
 ) -> None:
@@ -274,8 +244,8 @@ def bounds_of(items: DeviceItems, columns: Columns, queries: Queries, tiles: Til
     blocks = len(columns.ordinals) // columns.block
     room = -(-blocks // SPLITS) * LANES // ABREAST
     (stage,) = stages_of(blocks, room)
-    entries = torch.empty((users, _SEGMENTS, room), dtype=torch.int64, device=device)
-    counts = torch.empty((users, _SEGMENTS), dtype=torch.int32, device=device)
+    entries = torch.empty((users, SEGMENTS, room), dtype=torch.int64, device=device)
+    counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
     limits = torch.full((users,), _NOTHING, device=device)
     above(items, columns, queries, limits, stage, (entries, counts), tiles)
     found = torch.full((users, len(columns.longest)), _NOTHING, device=device)

@@ -10,13 +10,8 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.topk.compiled import own_lengths
 from cache.topk.flat import Compared
-from precompute.device.exact import SUMS, in_order
-
-LANES = 64
-"""Groups of a block."""
-ABREAST, PAIR = 4, 2
-"""Neighbouring columns are a pair of one group, then of the next, four groups in turn: what a thread of a GPU holds of
-a row of a product is then of one group, whose largest needs no other thread."""
+from precompute.device.columns import Columns, columns_by_rank, group_of, lay, room_for
+from precompute.device.exact import in_order
 
 _ROUND_UP = 1 + 1e-5
 _LEAST = 1e-12
@@ -27,8 +22,6 @@ UNDERFLOW = 2.0**-24
 _MULTIPLE = 8
 _PART = 1 << 16
 _PROBED = 256
-_GROUP_MOST, _GROUP_LEAST = 64, 4
-_CANDIDATES = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,49 +38,6 @@ class Queries:
     residual: torch.Tensor
     scale: torch.Tensor
     size: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Columns:
-    """Some items, longest first, as the columns of a product, in groups of `size` that share a bound.
-
-    Four groups have `4 * size` columns, pair by pair in turn (`columns_of`), and `LANES` groups are a block. `exact`
-    float32 [groups, steps, size, 4] are their vectors `in_order`: what is added in one step lies side by side.
-    `ordinals` int64 [columns], `places` int64 [items + 1] the other way round (-1 where left out; the last entry is
-    nobody's); `longest` and `residual` float32 [groups], rounded up; `padding` are the columns that are no items.
-    """
-
-    codes: torch.Tensor
-    exact: torch.Tensor
-    ordinals: torch.Tensor
-    places: torch.Tensor
-    longest: torch.Tensor
-    residual: torch.Tensor
-    padding: torch.Tensor
-    size: int
-
-    @property
-    def block(self) -> int:
-        """Columns of one block: a product covers whole ones."""
-        return self.size * LANES
-
-    def columns_of(self, groups: torch.Tensor) -> torch.Tensor:
-        """int64 [..., size]: the columns of some groups [...]."""
-        member = torch.arange(self.size, device=groups.device)
-        inside = member // PAIR * (ABREAST * PAIR) + member % PAIR
-        first = groups // ABREAST * (ABREAST * self.size) + groups % ABREAST * PAIR
-        return first[..., None] + inside
-
-    def members_of(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(groups, places in them) int64 of some columns."""
-        apart = ABREAST * PAIR
-        group = columns // (ABREAST * self.size) * ABREAST + columns % apart // PAIR
-        return group, columns // apart % (self.size // PAIR) * PAIR + columns % PAIR
-
-    def largest(self, product: torch.Tensor) -> torch.Tensor:
-        """The largest of each group, [n, groups], of a product [n, columns] of whole blocks."""
-        rows = product.view(len(product), -1, self.size // PAIR, ABREAST * PAIR).amax(2)
-        return rows.view(len(product), -1, PAIR).amax(2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,20 +67,20 @@ class DeviceItems:
         dims = compared.vectors.shape[1]
         scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
         order = np.argsort(-compared.sizes, kind="stable")
-        size = group or _group_of(len(order))
-        exact = _laid(len(order), size, dims, device)
+        size = group or group_of(len(order))
+        exact = room_for(len(order), size, dims, device)
         parts = []
         for start in range(0, len(order), _PART):  # so that copies on their way stay small
             part = order[start : start + _PART]
             parts.append(encoded(moved(compared.filtering[part], device), scale, dtype))
-            _lay(exact, start, in_order(moved(compared.vectors[part], device)))
+            lay(exact, start, in_order(moved(compared.vectors[part], device)))
         codes, length, residual = (torch.cat(each) for each in zip(*parts, strict=True))
         own = own_lengths(compared.vectors) if compared.metric == "cosine" else None
         where = moved(order, device)
         return cls(
             None if own is None else moved(own, device), where, codes, length, residual, scale,
             _OUT[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
-            group, _columns(codes, exact, length, residual, where, len(order), size),
+            group, columns_by_rank(codes, exact, length, residual, where, len(order), size),
         )  # fmt: skip
 
     def holds(self) -> bool:
@@ -151,8 +101,8 @@ class DeviceItems:
     def only(self, allowed: torch.Tensor) -> Columns:
         """The columns of some items; `allowed` bool [items] by ordinal."""
         ranks = allowed[self.order].nonzero()[:, 0]
-        size = self.group or _group_of(len(ranks))
-        exact = _laid(
+        size = self.group or group_of(len(ranks))
+        exact = room_for(
             len(ranks),
             size,
             self.whole.exact.shape[1] * self.whole.exact.shape[3],
@@ -160,8 +110,8 @@ class DeviceItems:
         )
         for start in range(0, len(ranks), _PART):
             some = ranks[start : start + _PART]
-            _lay(exact, start, self.whole.exact[some // self.whole.size, :, some % self.whole.size])
-        return _columns(
+            lay(exact, start, self.whole.exact[some // self.whole.size, :, some % self.whole.size])
+        return columns_by_rank(
             self.codes[ranks], exact, self.length[ranks], self.residual[ranks], self.order[ranks], len(self.order),
             size,
         )  # fmt: skip
@@ -251,61 +201,3 @@ def slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
 
 def _above(lengths: torch.Tensor) -> torch.Tensor:
     return (lengths * _ROUND_UP + _LEAST).to(torch.float32)
-
-
-def _group_of(count: int) -> int:
-    """Items of a group, of so many: reading a group's K best costs about as much as its column is wide."""
-    wanted = max(1, count // _CANDIDATES) ** 0.5  # where both are small
-    return min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(wanted)))))
-
-
-def _columns_for(count: int, size: int) -> int:
-    """Columns of so many items, in whole blocks."""
-    block = size * LANES
-    return -(-max(1, count) // block) * block
-
-
-def _laid(count: int, size: int, dims: int, device: torch.device) -> torch.Tensor:
-    """float32 [groups, steps, size, 4] for the vectors of so many items, zeros."""
-    steps = -(-dims // SUMS)
-    return torch.zeros((_columns_for(count, size) // size, steps, size, SUMS), device=device)
-
-
-def _lay(exact: torch.Tensor, rank: int, vectors: torch.Tensor) -> None:
-    """Puts vectors [n, steps, 4] where they belong, from some rank on that is a multiple of a group's size."""
-    size = exact.shape[2]
-    whole = len(vectors) // size
-    first = rank // size
-    for start, count, each in ((0, whole, size), (whole, len(vectors) % size, 1)):
-        part = vectors[start * size : start * size + count * each]
-        if each == size:
-            exact[first : first + whole] = part.view(whole, size, *vectors.shape[1:]).transpose(
-                1, 2
-            )
-        elif count:
-            exact[first + whole, :, :count] = part.transpose(0, 1)
-
-
-def _columns(
-    codes: torch.Tensor, exact: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor,
-    items: int, size: int,
-) -> Columns:  # fmt: skip
-    """Columns of all the given items by rank; `items` counts all there are."""
-    count, device = len(order), codes.device
-    total = _columns_for(count, size)
-    ranks = torch.arange(total, device=device).view(-1, ABREAST, size // PAIR, PAIR)
-    ranks = ranks.transpose(1, 2).reshape(-1)
-    known = ranks < count
-    laid = torch.zeros((total, codes.shape[1]), dtype=codes.dtype, device=device)
-    laid[known] = codes[ranks[known]]
-    ordinals = torch.full((total,), items, device=device)
-    ordinals[known] = order[ranks[known]]
-    places = torch.full((items + 1,), -1, device=device)
-    places[ordinals[known]] = known.nonzero()[:, 0]
-    pad = (0, total - count)
-    longest, rest = (
-        torch.nn.functional.pad(each, pad).view(-1, size).amax(1) for each in (length, residual)
-    )
-    return Columns(
-        laid, exact, ordinals, places, longest, rest, (~known).nonzero()[:, 0], size
-    )  # fmt: skip

@@ -20,8 +20,9 @@ from cache.model.tower import Histories
 from cache.topk.compiled import fits, long_enough
 from cache.topk.flat import Compared, Top, lengths
 from cache.topk.topk import Scorer, checked
+from precompute.device.columns import Columns
 from precompute.device.exact import same_bits, unpacked
-from precompute.device.items import Columns, DeviceItems, fetched, slice_of
+from precompute.device.items import DeviceItems, fetched, slice_of
 from precompute.device.probe import kernels_for
 from precompute.device.search import SearchShape, search
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from precompute.device.columns import Columns
 from precompute.device.exact import WORST, dots, keys_of, scores_of
-from precompute.device.items import Columns, DeviceItems, Queries
+from precompute.device.items import DeviceItems, Queries
 
 _FIRST = 8
 """The longest items, one part of so many, are multiplied first; each tile then doubles what was done."""

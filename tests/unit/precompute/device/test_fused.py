@@ -21,9 +21,11 @@ pytest.importorskip("triton", reason="the kernels are Triton's: make torch-env")
 from precompute.device import fused  # noqa: E402
 from precompute.device import scorer as device_scorer  # noqa: E402
 from precompute.device import search as operators  # noqa: E402
+from precompute.device.columns import LANES  # noqa: E402
 from precompute.device.exact import WORST  # noqa: E402
-from precompute.device.items import LANES, DeviceItems  # noqa: E402
+from precompute.device.items import DeviceItems  # noqa: E402
 from precompute.device.scorer import DeviceScorer  # noqa: E402
+from precompute.device.stages import stages_of  # noqa: E402
 
 WHERE = torch.device(DEVICE)
 AGREES = fused.agrees
@@ -233,7 +235,7 @@ def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
     tiles = fused.tiles_of(3, queries.codes.shape[1], WHERE)
     wanted = torch.tensor([1, 20, 32], dtype=torch.int32, device=WHERE)
 
-    kept, left_out = fused.kept_of(held, columns, queries, wanted, 32, tiles)
+    kept, left_out = fused.kept_of(held, columns, queries, wanted, 64, tiles)
 
     bounds = fused.bounds_of(held, columns, queries, tiles)
     for row in range(3):
@@ -258,7 +260,7 @@ def test_the_best_keys_are_those_of_the_operators(wide, k):
 
 @pytest.mark.parametrize("blocks", [1, 32, 33, 129, 3907, 16_384])
 def test_stages_look_at_every_block_once(blocks):
-    stages = list(fused.stages_of(blocks, 32))
+    stages = list(stages_of(blocks, 32))
 
     seen = [stage.block(at) for stage in stages for at in range(stage.blocks)]
 

@@ -1,0 +1,118 @@
+"""Items as the columns of a product: in groups that share a bound, laid out as the kernels read them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from precompute.device.exact import SUMS
+
+LANES = 64
+"""Groups of a block."""
+ABREAST, PAIR = 4, 2
+"""Neighbouring columns are a pair of one group, then of the next, four groups in turn: what a thread of a GPU holds of
+a row of a product is then of one group, whose largest needs no other thread."""
+
+_GROUP_MOST, _GROUP_LEAST = 64, 4
+_CANDIDATES = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Some items, longest first, as the columns of a product, in groups of `size` that share a bound.
+
+    Four groups have `4 * size` columns, pair by pair in turn (`columns_of`), and `LANES` groups are a block. `exact`
+    float32 [groups, steps, size, 4] are their vectors `in_order`: what is added in one step lies side by side.
+    `ordinals` int64 [columns], `places` int64 [items + 1] the other way round (-1 where left out; the last entry is
+    nobody's); `longest` and `residual` float32 [groups], rounded up; `padding` are the columns that are no items.
+    """
+
+    codes: torch.Tensor
+    exact: torch.Tensor
+    ordinals: torch.Tensor
+    places: torch.Tensor
+    longest: torch.Tensor
+    residual: torch.Tensor
+    padding: torch.Tensor
+    size: int
+
+    @property
+    def block(self) -> int:
+        """Columns of one block: a product covers whole ones."""
+        return self.size * LANES
+
+    def columns_of(self, groups: torch.Tensor) -> torch.Tensor:
+        """int64 [..., size]: the columns of some groups [...]."""
+        member = torch.arange(self.size, device=groups.device)
+        inside = member // PAIR * (ABREAST * PAIR) + member % PAIR
+        first = groups // ABREAST * (ABREAST * self.size) + groups % ABREAST * PAIR
+        return first[..., None] + inside
+
+    def members_of(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(groups, places in them) int64 of some columns."""
+        apart = ABREAST * PAIR
+        group = columns // (ABREAST * self.size) * ABREAST + columns % apart // PAIR
+        return group, columns // apart % (self.size // PAIR) * PAIR + columns % PAIR
+
+    def largest(self, product: torch.Tensor) -> torch.Tensor:
+        """The largest of each group, [n, groups], of a product [n, columns] of whole blocks."""
+        rows = product.view(len(product), -1, self.size // PAIR, ABREAST * PAIR).amax(2)
+        return rows.view(len(product), -1, PAIR).amax(2)
+
+
+def group_of(count: int) -> int:
+    """Items of a group, of so many: reading a group's K best costs about as much as its column is wide."""
+    wanted = max(1, count // _CANDIDATES) ** 0.5  # where both are small
+    return min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(wanted)))))
+
+
+def _count_for(count: int, size: int) -> int:
+    """Columns of so many items, in whole blocks."""
+    block = size * LANES
+    return -(-max(1, count) // block) * block
+
+
+def room_for(count: int, size: int, dims: int, device: torch.device) -> torch.Tensor:
+    """float32 [groups, steps, size, 4] for the vectors of so many items, zeros."""
+    steps = -(-dims // SUMS)
+    return torch.zeros((_count_for(count, size) // size, steps, size, SUMS), device=device)
+
+
+def lay(exact: torch.Tensor, rank: int, vectors: torch.Tensor) -> None:
+    """Puts vectors [n, steps, 4] where they belong, from some rank on that is a multiple of a group's size."""
+    size = exact.shape[2]
+    whole = len(vectors) // size
+    first = rank // size
+    for start, count, each in ((0, whole, size), (whole, len(vectors) % size, 1)):
+        part = vectors[start * size : start * size + count * each]
+        if each == size:
+            exact[first : first + whole] = part.view(whole, size, *vectors.shape[1:]).transpose(
+                1, 2
+            )
+        elif count:
+            exact[first + whole, :, :count] = part.transpose(0, 1)
+
+
+def columns_by_rank(
+    codes: torch.Tensor, exact: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor,
+    items: int, size: int,
+) -> Columns:  # fmt: skip
+    """Columns of all the given items by rank; `items` counts all there are."""
+    count, device = len(order), codes.device
+    total = _count_for(count, size)
+    ranks = torch.arange(total, device=device).view(-1, ABREAST, size // PAIR, PAIR)
+    ranks = ranks.transpose(1, 2).reshape(-1)
+    known = ranks < count
+    laid = torch.zeros((total, codes.shape[1]), dtype=codes.dtype, device=device)
+    laid[known] = codes[ranks[known]]
+    ordinals = torch.full((total,), items, device=device)
+    ordinals[known] = order[ranks[known]]
+    places = torch.full((items + 1,), -1, device=device)
+    places[ordinals[known]] = known.nonzero()[:, 0]
+    pad = (0, total - count)
+    longest, rest = (
+        torch.nn.functional.pad(each, pad).view(-1, size).amax(1) for each in (length, residual)
+    )
+    return Columns(
+        laid, exact, ordinals, places, longest, rest, (~known).nonzero()[:, 0], size
+    )  # fmt: skip
