@@ -63,7 +63,7 @@ def tiles_of(users: int, width: int, device: torch.device) -> Tiles:
         few = _power(min(64, users))
         return Tiles(max(16, few), 256, 4, 1, 4, selected=few, scored=1 << 15)
     if width <= 128:
-        return Tiles(128, 64, 4, 3, 2)
+        return Tiles(128, 128, 8, 2, 2)
     return Tiles(128, 64, 8, 3, 1) if width <= 256 else Tiles(64, 64, 4, 2, 1)
 
 
