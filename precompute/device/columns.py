@@ -35,6 +35,10 @@ class Columns:
     residual: torch.Tensor
     padding: torch.Tensor
     size: int
+    block_longest: torch.Tensor
+    """The largest `longest` of each block, float32 [blocks]."""
+    block_residual: torch.Tensor
+    """The largest `residual` of each block, float32 [blocks]."""
 
     @property
     def block(self) -> int:
@@ -72,25 +76,20 @@ def _count_for(count: int, size: int) -> int:
     return -(-max(1, count) // block) * block
 
 
-def room_for(count: int, size: int, dims: int, device: torch.device) -> torch.Tensor:
+def room_for(count: int, size: int, steps: int, device: torch.device) -> torch.Tensor:
     """float32 [groups, steps, size, 4] for the vectors of so many items, zeros."""
-    steps = -(-dims // SUMS)
     return torch.zeros((_count_for(count, size) // size, steps, size, SUMS), device=device)
 
 
 def lay(exact: torch.Tensor, rank: int, vectors: torch.Tensor) -> None:
     """Puts vectors [n, steps, 4] where they belong, from some rank on that is a multiple of a group's size."""
     size = exact.shape[2]
-    whole = len(vectors) // size
-    first = rank // size
-    for start, count, each in ((0, whole, size), (whole, len(vectors) % size, 1)):
-        part = vectors[start * size : start * size + count * each]
-        if each == size:
-            exact[first : first + whole] = part.view(whole, size, *vectors.shape[1:]).transpose(
-                1, 2
-            )
-        elif count:
-            exact[first + whole, :, :count] = part.transpose(0, 1)
+    whole, rest = divmod(len(vectors), size)
+    first, after = rank // size, rank // size + whole
+    grouped = vectors[: whole * size].view(whole, size, *vectors.shape[1:])
+    exact[first:after] = grouped.transpose(1, 2)
+    if rest:
+        exact[after, :, :rest] = vectors[whole * size :].transpose(0, 1)
 
 
 def columns_by_rank(
@@ -114,5 +113,6 @@ def columns_by_rank(
         torch.nn.functional.pad(each, pad).view(-1, size).amax(1) for each in (length, residual)
     )
     return Columns(
-        laid, exact, ordinals, places, longest, rest, (~known).nonzero()[:, 0], size
+        laid, exact, ordinals, places, longest, rest, (~known).nonzero()[:, 0], size,
+        *(each.view(-1, LANES).amax(1) for each in (longest, rest)),
     )  # fmt: skip

@@ -134,8 +134,9 @@ def kept_of(
     counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
     kept = torch.full((users, capacity), NONE, device=device)
     limits, left_out = (torch.full((users,), _NOTHING, device=device) for _ in range(2))
+    weight = items.weight(columns.block_longest, columns.block_residual)
     for stage in stages_of(len(columns.ordinals) // columns.block, room):
-        above(items, columns, queries, limits, stage, (entries, counts), tiles)
+        above(columns, weight, queries, limits, stage, (entries, counts), tiles)
         kernels.keep[-(-users // tiles.selected),](
             entries, counts, wanted, kept, limits, left_out, users,
             height=tiles.selected, segments=SEGMENTS, room=room, capacity=capacity,
@@ -150,28 +151,27 @@ def room_of(capacity: int) -> int:
 
 
 def above(
-    items: DeviceItems,
     columns: Columns,
+    weight: torch.Tensor,
     queries: Queries,
     limits: torch.Tensor,
     stage: BlockStage,
     out: tuple[torch.Tensor, torch.Tensor],
     tiles: Tiles,
 ) -> None:
-    """Writes the bounds of one stage that reach the users' limits [n], as (entries, counts): see `kernels.above`."""
+    """Writes the bounds of one stage that reach the users' limits [n], as (entries, counts): see `kernels.above`.
+
+    `weight` float32 [blocks] is that of the blocks (`DeviceItems.weight`).
+    """
     entries, counts = out
     users, width = queries.codes.shape
-    longest, rest = (each.view(-1, LANES).amax(1) for each in (columns.longest, columns.residual))
-    weight = rest + items.error * (longest + rest)
     real = len(columns.longest) - len(columns.padding) // columns.size
     kernels.above[-(-users // tiles.users), SPLITS](
-        queries.codes, queries.length + queries.residual, queries.residual, limits, columns.codes, weight, longest,
-        entries, counts, users, real, stage.blocks, stage.stride, UNDERFLOW,
+        queries.codes, queries.length + queries.residual, queries.residual, limits, columns.codes, weight,
+        columns.block_longest, entries, counts, users, real, stage.blocks, stage.stride, UNDERFLOW,
         width=width, depth=max(16, _power(width)), height=tiles.users, lanes=LANES, size=columns.size,
         tile=max(ABREAST * columns.size, min(tiles.columns, columns.block)), splits=SPLITS, room=entries.shape[2],
-        stages=tiles.stages, skip=stage.skip,
-        inline=queries.codes.device.type == "cuda",
-        num_warps=tiles.warps,
+        stages=tiles.stages, skip=stage.skip, inline=queries.codes.device.type == "cuda", num_warps=tiles.warps,
     )  # fmt: skip
 
 
@@ -247,7 +247,8 @@ def bounds_of(items: DeviceItems, columns: Columns, queries: Queries, tiles: Til
     entries = torch.empty((users, SEGMENTS, room), dtype=torch.int64, device=device)
     counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
     limits = torch.full((users,), _NOTHING, device=device)
-    above(items, columns, queries, limits, stage, (entries, counts), tiles)
+    weight = items.weight(columns.block_longest, columns.block_residual)
+    above(columns, weight, queries, limits, stage, (entries, counts), tiles)
     found = torch.full((users, len(columns.longest)), _NOTHING, device=device)
     user, segment, slot = (torch.arange(room, device=device) < counts[..., None]).nonzero(
         as_tuple=True

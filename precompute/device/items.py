@@ -11,7 +11,7 @@ from cache.model.tower import Histories
 from cache.topk.compiled import own_lengths
 from cache.topk.flat import Compared
 from precompute.device.columns import Columns, columns_by_rank, group_of, lay, room_for
-from precompute.device.exact import in_order
+from precompute.device.exact import SUMS, in_order
 
 _ROUND_UP = 1 + 1e-5
 _LEAST = 1e-12
@@ -68,7 +68,7 @@ class DeviceItems:
         scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
         order = np.argsort(-compared.sizes, kind="stable")
         size = group or group_of(len(order))
-        exact = room_for(len(order), size, dims, device)
+        exact = room_for(len(order), size, -(-dims // SUMS), device)
         parts = []
         for start in range(0, len(order), _PART):  # so that copies on their way stay small
             part = order[start : start + _PART]
@@ -102,12 +102,7 @@ class DeviceItems:
         """The columns of some items; `allowed` bool [items] by ordinal."""
         ranks = allowed[self.order].nonzero()[:, 0]
         size = self.group or group_of(len(ranks))
-        exact = room_for(
-            len(ranks),
-            size,
-            self.whole.exact.shape[1] * self.whole.exact.shape[3],
-            self.codes.device,
-        )
+        exact = room_for(len(ranks), size, self.whole.exact.shape[1], self.codes.device)
         for start in range(0, len(ranks), _PART):
             some = ranks[start : start + _PART]
             lay(exact, start, self.whole.exact[some // self.whole.size, :, some % self.whole.size])
@@ -154,9 +149,13 @@ class DeviceItems:
         `length` and `residual` [n] are the users'. With codes q and rests r: |u v - q q'| <= |q| |r'| + |r| |v|, and
         the sums are rounded.
         """
-        longest, rest = columns.longest[groups], columns.residual[groups]
-        weight = rest + self.error * (longest + rest)
+        longest = columns.longest[groups]
+        weight = self.weight(longest, columns.residual[groups])
         return (length + residual)[:, None] * weight + residual[:, None] * longest + UNDERFLOW
+
+    def weight(self, longest: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Factor of a user's length with its residual in a margin, float32 like what items have, of any shape."""
+        return residual + self.error * (longest + residual)
 
 
 def encoded(

@@ -66,17 +66,8 @@ def above(
         if group + groups > real:
             bound = tl.where(group + number < real, bound, float("nan"))
         bound = tl.permute(bound, (0, 2, 1))
-        taken = _reaching(
-            bound,
-            limit,
-            entries + segment * room,
-            taken,
-            group + lane,
-            4,
-            groups // 4,
-            room,
-            inline,
-        )
+        free = entries + segment * room
+        taken = _reaching(bound, limit, free, taken, group + lane, 4, groups // 4, room, inline)
     tl.store(counts + segment, taken, mask=own[:, None])
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from cache.model.tower import Histories
 from precompute.config.devices import devices
 from tests.bench.tools.harness import Options, Report, compare, parse
-from tests.bench.tools.tiles import stages_of
+from tests.bench.tools.tiles import times_of
 from tests.bench.tools.topk_cases import Case, random_case, real_case, real_file
 from tests.bench.topk import recall_of
 
@@ -209,7 +209,7 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
         report.ratios[label] = ratio
         report.figures[f"{name}_users_per_s"] = round(ratio.candidate)
     if device.type == "cuda":
-        for stage, us in stages_of(case.items, case.users, device).items():
+        for stage, us in times_of(case.items, case.users, device).items():
             report.figures[f"{name}_{stage}_us"] = round(us, 4)
     if scorer.has_failed:
         raise SystemExit(f"{device} failed while {name} was measured: the log says why")

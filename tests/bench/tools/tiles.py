@@ -8,12 +8,14 @@ large square bfloat16 product. The fastest belong into `precompute.device.fused.
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 USERS, ITEMS, K, FETCH = 16_896, 1_000_000, 100, 157
 HISTORY = 30
+CAPACITY = 256
 TRIED = {  # users and items of a tile, warps, stages, programs of a multiprocessor
     128: (
         (128, 64, 4, 3, 2), (256, 128, 8, 3, 1), (128, 128, 8, 2, 2), (256, 128, 16, 3, 1), (128, 64, 4, 2, 3),
@@ -50,7 +52,7 @@ def held(items: Any, device: Any, group: int) -> Any:
     return DeviceItems.of(Compared.of(items, "inner_product"), device, torch.float16, group)
 
 
-def stages_of(items: Any, users: Any, device: Any) -> dict[str, float]:
+def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     """Microseconds for each user of each stage, run by itself on what the one before gave; nothing if not used."""
     import torch
 
@@ -58,7 +60,7 @@ def stages_of(items: Any, users: Any, device: Any) -> dict[str, float]:
 
     on = held(items, device, fused.GROUP)
     users = users[:USERS]
-    count, columns, capacity = len(users), on.whole, 1 << (FETCH - 1).bit_length()
+    count, columns = len(users), on.whole
     if not fused.fits(on, columns, FETCH):
         return {}
     queries = on.queries(users, users)
@@ -67,12 +69,12 @@ def stages_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     pairs = rows, torch.randint(len(items), (count * HISTORY,), device=device)
     hidden = fused.hidden_of(pairs, count, len(items))
     wanted = torch.full((count,), FETCH, dtype=torch.int32, device=device)
-    kept, _ = fused.kept_of(on, columns, queries, wanted, capacity, tiles)
+    kept, _ = fused.kept_of(on, columns, queries, wanted, CAPACITY, tiles)
     keys = fused.keys_of(on, columns, queries, hidden, kept, tiles)
     runs: dict[str, Callable[[], object]] = {
         "copies": lambda: on.queries(users, users),
         "histories": lambda: fused.hidden_of(pairs, count, len(items)),
-        "product": lambda: fused.kept_of(on, columns, queries, wanted, capacity, tiles),
+        "bounds": lambda: fused.kept_of(on, columns, queries, wanted, CAPACITY, tiles),
         "exact": lambda: fused.keys_of(on, columns, queries, hidden, kept, tiles),
         "best": lambda: fused.leading_of(keys, K, tiles),
     }
@@ -104,7 +106,7 @@ def main() -> None:
         users = rng.standard_normal((USERS, dims), np.float32)
         square = square_users_per_s(dims, device)
         print(f"{dims} numbers: {square:,.0f} users/s at the rate of a square product", flush=True)
-        for stage, us in stages_of(items, users, device).items():
+        for stage, us in times_of(items, users, device).items():
             print(f"  {stage:10} {us:8.4f} us a user", flush=True)
         on = held(items, device, fused.GROUP)
         units = fused.units_of(device)
@@ -116,7 +118,9 @@ def main() -> None:
             wanted = torch.full((count,), FETCH, dtype=torch.int32, device=device)
             tiles = fused.Tiles(rows, wide, warps, stages, each)
             try:
-                took_s = seconds(lambda: fused.kept_of(on, on.whole, queries, wanted, 256, tiles))  # noqa: B023
+                took_s = seconds(
+                    partial(fused.kept_of, on, on.whole, queries, wanted, CAPACITY, tiles)
+                )
             except Exception as error:
                 print(f"  {tiles}: {type(error).__name__} {str(error)[:80]}", flush=True)
                 continue

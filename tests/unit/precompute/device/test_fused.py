@@ -18,14 +18,14 @@ from tests.unit.precompute.exactness import make
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
 pytest.importorskip("triton", reason="the kernels are Triton's: make torch-env")
 
-from precompute.device import fused  # noqa: E402
+from precompute.device import fused, kernels  # noqa: E402
 from precompute.device import scorer as device_scorer  # noqa: E402
 from precompute.device import search as operators  # noqa: E402
 from precompute.device.columns import LANES  # noqa: E402
 from precompute.device.exact import WORST  # noqa: E402
 from precompute.device.items import DeviceItems  # noqa: E402
 from precompute.device.scorer import DeviceScorer  # noqa: E402
-from precompute.device.stages import stages_of  # noqa: E402
+from precompute.device.stages import SEGMENTS, stages_of  # noqa: E402
 
 WHERE = torch.device(DEVICE)
 AGREES = fused.agrees
@@ -197,8 +197,8 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     found, real = bounds.double().cpu().numpy(), highest.max(0) > -np.inf
     margin = held.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
     longest, residual = (
-        each.view(-1, LANES).amax(1).repeat_interleave(LANES)  # a block's groups share theirs
-        for each in (columns.longest, columns.residual)
+        each.repeat_interleave(LANES)  # a block's groups share theirs
+        for each in (columns.block_longest, columns.block_residual)
     )
     shared = replace(columns, longest=longest, residual=residual)
     widest = held.margin(shared, slice(None), queries.length, queries.residual).cpu().numpy()
@@ -215,7 +215,7 @@ def little_room(monkeypatch):
 
 @pytest.mark.usefixtures("little_room")
 @settings(
-    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
 def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
@@ -247,6 +247,45 @@ def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
         if kind not in ("ties", "alike"):
             assert len(taken) >= min(wanted[row], real)
             assert limit <= bounds[row].sort()[0][-wanted[row]]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
+    kind = data.draw(st.sampled_from(["normal", "ties", "alike", "special", "endless"]), "bounds")
+    capacity, wanted, room = 64, np.array([1, 20, 63, 64]), 32
+    bounds = rng.standard_normal((4, SEGMENTS * room)).astype("f4")
+    if kind == "ties":
+        bounds = np.rint(bounds * 3)
+    if kind == "alike":
+        bounds[:] = 0.5
+    if kind == "special":
+        bounds = rng.choice([0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38], bounds.shape).astype("f4")
+    if kind == "endless":
+        bounds = rng.choice([np.inf, -np.inf, 1.0], bounds.shape).astype("f4")
+    counts = rng.integers(0, room + 1, (4, SEGMENTS)).astype("i4")
+    there = (np.arange(room) < counts[..., None]).reshape(4, -1)
+    entries = (bounds.view("i4").astype("i8") << 32) | np.arange(bounds.shape[1])
+    held = [torch.from_numpy(each).to(WHERE) for each in (entries, counts, wanted.astype("i4"))]
+    guard = torch.full((6, capacity), -7, device=WHERE)
+    guard[1:5] = fused.NONE
+    limits, left_out = (torch.full((4,), -torch.inf, device=WHERE) for _ in range(2))
+
+    kernels.keep[1,](
+        *held, guard[1:], limits, left_out, 4,
+        height=4, segments=SEGMENTS, room=room, capacity=capacity, halvings=14, num_warps=4,
+    )  # fmt: skip
+
+    assert (guard[[0, 5]] == -7).all()
+    for row in range(4):
+        taken = guard[1 + row][guard[1 + row] != fused.NONE].cpu().numpy() & 0xFFFFFFFF
+        rest = np.delete(bounds[row], np.union1d(taken, np.flatnonzero(~there[row])))
+        assert len(set(taken.tolist())) == len(taken) and there[row][taken].all()
+        assert rest.max(initial=-np.inf) <= left_out[row].item() or kind == "endless"
+        if kind == "normal":
+            assert len(taken) >= min(wanted[row], there[row].sum())
+            assert left_out[row].item() <= np.sort(bounds[row][there[row]])[-wanted[row]]
 
 
 @pytest.mark.parametrize(("wide", "k"), [(4, 1), (64, 10), (64, 64), (64, 70), (2048, 5)])
