@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from precompute.config.devices import devices
+
 USERS, ITEMS, K, FETCH = 16_896, 1_000_000, 100, 157
 HISTORY = 30
 CAPACITY = 256
@@ -94,11 +96,14 @@ def square_users_per_s(dims: int, device: Any) -> float:
 
 def main() -> None:
     """Try shapes while there is time, and print what each reaches."""
+    found = [each for each in devices("auto") if each.startswith("cuda")]
+    if not found:
+        raise SystemExit("no GPU here, or no torch that sees it: nothing was tried")
     import torch
 
     from precompute.device import fused
 
-    device = torch.device("cuda")
+    device = torch.device(found[0])
     until = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 50)
     rng = np.random.default_rng(0)
     for dims in (128, 256):
