@@ -62,7 +62,8 @@ class Scorer:
         `engine` True takes the kernel where it is usable, False FAISS; a kernel, that one.
         """
         plain = np.asarray(vectors)  # a memory map's own class is slow to index
-        _check_vectors("items", plain, None)
+        _check_shape("items", plain, None)
+        _check_values("items", plain)
         compared = Compared.of(np.ascontiguousarray(plain), metric)
         chosen = kernel() if engine is True else engine
         packed = chosen.pack(compared) if chosen else None
@@ -175,13 +176,20 @@ def checked(
     k: int,
     excluded: Histories | None,
     allowed: NDArray[np.bool_] | None,
+    *,
+    values: bool = True,
 ) -> tuple[NDArray[np.float32], Histories]:
-    """Users in one piece and what each may not get; raises ConfigError for anything that does not fit."""
+    """Users in one piece and what each may not get; raises ConfigError for anything that does not fit.
+
+    Whether users are finite is looked at only with `values`.
+    """
     if not 1 <= k <= K_MAX:
         raise ConfigError(f"k must be 1 to {K_MAX}, not {k}", k=k)
     items, dims = compared.vectors.shape
     users = np.ascontiguousarray(users)
-    _check_vectors("users", users, dims)
+    _check_shape("users", users, dims)
+    if values:
+        _check_values("users", users)
     gone = Histories.of([()] * len(users)) if excluded is None else excluded
     _check_histories(gone, len(users))
     _check_allowed(allowed, items)
@@ -213,7 +221,7 @@ def _each(
             told(done)
 
 
-def _check_vectors(name: str, vectors: NDArray[np.float32], dims: int | None) -> None:
+def _check_shape(name: str, vectors: NDArray[np.float32], dims: int | None) -> None:
     if vectors.dtype != np.float32 or vectors.ndim != 2 or not vectors.shape[1]:
         raise ConfigError(
             f"{name} must be a float32 matrix with a row each, not {vectors.dtype} "
@@ -221,9 +229,13 @@ def _check_vectors(name: str, vectors: NDArray[np.float32], dims: int | None) ->
         )
     if dims is not None and vectors.shape[1] != dims:
         raise ConfigError(f"{name} have {vectors.shape[1]} dimensions, the items {dims}")
-    # A sum is finite only if all are; the rare sum that overflows is looked at closely.
+
+
+def _check_values(name: str, vectors: NDArray[np.float32]) -> None:
+    # A sum of squares is finite only if all are; the rare sum that overflows is looked at closely.
+    flat = vectors.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
-        suspect = not np.isfinite(vectors.sum())
+        suspect = not np.isfinite(np.dot(flat, flat))
     if suspect:
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from precompute.device.exact import SUMS
-
 LANES = 64
 """Groups of a block."""
 ABREAST, PAIR = 4, 2
@@ -21,14 +19,12 @@ _CANDIDATES = 128
 class Columns:
     """Some items, longest first, as the columns of a product, in groups of `size` that share a bound.
 
-    Four groups have `4 * size` columns, pair by pair in turn (`columns_of`), and `LANES` groups are a block. `exact`
-    float32 [groups, steps, size, 4] are their vectors `in_order`: what is added in one step lies side by side.
+    Four groups have `4 * size` columns, pair by pair in turn (`columns_of`), and `LANES` groups are a block.
     `ordinals` int64 [columns], `places` int64 [items + 1] the other way round (-1 where left out; the last entry is
     nobody's); `longest` and `residual` float32 [groups], rounded up; `padding` are the columns that are no items.
     """
 
     codes: torch.Tensor
-    exact: torch.Tensor
     ordinals: torch.Tensor
     places: torch.Tensor
     longest: torch.Tensor
@@ -52,12 +48,6 @@ class Columns:
         first = groups // ABREAST * (ABREAST * self.size) + groups % ABREAST * PAIR
         return first[..., None] + inside
 
-    def members_of(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(groups, places in them) int64 of some columns."""
-        apart = ABREAST * PAIR
-        group = columns // (ABREAST * self.size) * ABREAST + columns % apart // PAIR
-        return group, columns // apart % (self.size // PAIR) * PAIR + columns % PAIR
-
     def largest(self, product: torch.Tensor) -> torch.Tensor:
         """The largest of each group, [n, groups], of a product [n, columns] of whole blocks."""
         rows = product.view(len(product), -1, self.size // PAIR, ABREAST * PAIR).amax(2)
@@ -76,25 +66,8 @@ def _count_for(count: int, size: int) -> int:
     return -(-max(1, count) // block) * block
 
 
-def room_for(count: int, size: int, steps: int, device: torch.device) -> torch.Tensor:
-    """float32 [groups, steps, size, 4] for the vectors of so many items, zeros."""
-    return torch.zeros((_count_for(count, size) // size, steps, size, SUMS), device=device)
-
-
-def lay(exact: torch.Tensor, rank: int, vectors: torch.Tensor) -> None:
-    """Puts vectors [n, steps, 4] where they belong, from some rank on that is a multiple of a group's size."""
-    size = exact.shape[2]
-    whole, rest = divmod(len(vectors), size)
-    first, after = rank // size, rank // size + whole
-    grouped = vectors[: whole * size].view(whole, size, *vectors.shape[1:])
-    exact[first:after] = grouped.transpose(1, 2)
-    if rest:
-        exact[after, :, :rest] = vectors[whole * size :].transpose(0, 1)
-
-
 def columns_by_rank(
-    codes: torch.Tensor, exact: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor,
-    items: int, size: int,
+    codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor, items: int, size: int,
 ) -> Columns:  # fmt: skip
     """Columns of all the given items by rank; `items` counts all there are."""
     count, device = len(order), codes.device
@@ -113,6 +86,6 @@ def columns_by_rank(
         torch.nn.functional.pad(each, pad).view(-1, size).amax(1) for each in (length, residual)
     )
     return Columns(
-        laid, exact, ordinals, places, longest, rest, (~known).nonzero()[:, 0], size,
+        laid, ordinals, places, longest, rest, (~known).nonzero()[:, 0], size,
         *(each.view(-1, LANES).amax(1) for each in (longest, rest)),
     )  # fmt: skip

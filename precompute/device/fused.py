@@ -11,60 +11,45 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cache.model.ranking import Metric, unit
 from cache.topk.flat import Compared
-from precompute.device import kernels
 from precompute.device import search as operators
 from precompute.device.columns import ABREAST, LANES, Columns
 from precompute.device.items import UNDERFLOW, DeviceItems, Queries
+from precompute.device.kernels import above, hits, keep
+from precompute.device.kernels import keys as kernels_of_keys
 from precompute.device.search import SearchShape, best_of, certain
-from precompute.device.stages import SEGMENTS, SPLITS, BlockStage, stages_of
+from precompute.device.sizes import (
+    FETCH_MOST, SEGMENTS, SPLITS, BlockStage, Tiles, capacity_of, power, room_of, stages_of, tiles_of, units_of,
+)  # fmt: skip
 
-FETCH_MOST = 1 << 11
-"""Groups of a user that are scored: for longer lists torch's operators do."""
 GROUP = 4
 """Items of a group: few, as all of a kept group are scored."""
 WIDTH_MOST = 512
+_NEAR_MOST = 256
+"""Numbers of a user's code that stay in registers."""
 _ROWS_MOST = 1 << 14
+_ROUNDS = 3
+"""Programs of a search, of as many as there are at once: launching it takes less than running it."""
+_REGISTERS = 1 << 16
+"""Of a multiprocessor."""
 _LEADING_MOST = 1 << 10
 """Keys that the kernel sorts: for more torch is as fast."""
-_HALVINGS = 14
+_HALVINGS = 12
 """Halvings of a span of bounds, after which few groups are left between its ends."""
+_UNROLLED = 8
+"""Steps of an exact sum whose numbers are read at once."""
+_ROUND_UP = 1 + 1e-6
 NONE = -1
-"""Entry of nothing."""
+"""Number of no group."""
+_ENTRY_BYTES = 16
 _NOTHING = float("-inf")
 _PROBED = 9000
 """Items, of two stages."""
 _ROUNDED = 2.0**-9
 """More than a bound of at most one and a little may be above its product and the margin."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Shares of one program: `users` by `columns` of a product, `selected` users' bounds or keys, `scored` pairs.
-
-    The first in so many `warps`, while `stages` tiles of items are on their way; `resident` of them on a multiprocessor
-    at once: one multiplies while another looks at what it found.
-    """
-
-    users: int
-    columns: int
-    warps: int
-    stages: int
-    resident: int
-    selected: int = 1
-    scored: int = 128
-
-
-def tiles_of(users: int, width: int, device: torch.device) -> Tiles:
-    """Tiles for codes of some width: users stay in shared memory while all items pass."""
-    if device.type == "cpu":  # the interpreter takes the same time for many users as for one
-        few = _power(min(64, users))
-        return Tiles(max(16, few), 256, 4, 1, 4, selected=few, scored=1 << 15)
-    if width <= 128:
-        return Tiles(128, 128, 8, 2, 2)
-    return Tiles(128, 64, 8, 3, 1) if width <= 256 else Tiles(64, 64, 4, 2, 1)
 
 
 def fits(items: DeviceItems, columns: Columns, fetch: int) -> bool:
@@ -79,21 +64,14 @@ def fits(items: DeviceItems, columns: Columns, fetch: int) -> bool:
 
 def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) -> SearchShape:
     """Shape of a search: all columns, and as many users as have room, or are under way at once."""
-    capacity, device = _power(fetch), items.codes.device
-    entries = SEGMENTS * room_of(capacity) * 8
-    candidates = capacity * (8 + columns.size * 8 * 2)
-    vectors = columns.exact[0, :, 0].numel() * 4 * 3
+    capacity, device = capacity_of(fetch), items.codes.device
+    entries = SEGMENTS * room_of(capacity) * _ENTRY_BYTES
+    candidates = capacity * (_ENTRY_BYTES + columns.size * 8 * 2)
+    vectors = items.exact[0].numel() * 4 * 3
     tiles = tiles_of(_ROWS_MOST, items.codes.shape[1], device)
-    most = max(1, units_of(device) * tiles.resident // 4) * tiles.users  # whole rounds of programs
+    most = max(1, _ROUNDS * units_of(device) * tiles.resident // SPLITS) * tiles.users
     users = max(1, min(_ROWS_MOST, most, room_bytes // (entries + candidates + vectors)))
     return SearchShape(users, len(columns.ordinals), fetch)
-
-
-def units_of(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    if device.type == "cpu":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def search(
@@ -108,11 +86,11 @@ def search(
     users, width = queries.codes.shape
     tiles = tiles_of(users, width, queries.codes.device)
     hidden = hidden_of(gone, users, len(items.order))
-    # An item that is excluded lifts its group's bound like any other.
-    capacity = _power(shape.fetch)
-    wanted = (hidden[0].diff() + shape.fetch).clamp(max=capacity).to(torch.int32)
+    # An item that is excluded lifts its group's bound like any other. A quarter is for what is close to the last.
+    capacity = capacity_of(shape.fetch)
+    wanted = (hidden[0].diff() + shape.fetch).clamp(max=capacity - capacity // 4).to(torch.int32)
     kept, left_out = kept_of(items, columns, queries, wanted, capacity, tiles)
-    best = leading_of(keys_of(items, columns, queries, hidden, kept, tiles), k, tiles)
+    best = leading_of(keys_of(items, columns, queries, hidden, kept, left_out, tiles), k, tiles)
     return best, certain(items, queries, best, left_out)
 
 
@@ -124,54 +102,68 @@ def kept_of(
     capacity: int,
     tiles: Tiles,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bounds and groups int64 [n, capacity] in no order, NONE where there are no more; the highest left out [n]).
+    """(entries of `kernels.above` int32 [n, capacity, 4], in no order; the highest bound that is left out [n]).
 
     The `wanted` [n] highest, and what is close to the last of them while there is room.
     """
-    users, room = len(queries.codes), room_of(capacity)
-    device = queries.codes.device
-    entries = torch.empty((users, SEGMENTS, room), dtype=torch.int64, device=device)
+    users, room, device = len(queries.codes), room_of(capacity), queries.codes.device
+    entries = torch.empty((users, SEGMENTS, room, 4), dtype=torch.int32, device=device)
+    kept = torch.full((users, capacity, 4), NONE, dtype=torch.int32, device=device)
     counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
-    kept = torch.full((users, capacity), NONE, device=device)
     limits, left_out = (torch.full((users,), _NOTHING, device=device) for _ in range(2))
-    weight = items.weight(columns.block_longest, columns.block_residual)
+    weight = weight_of(items, columns, queries)
     for stage in stages_of(len(columns.ordinals) // columns.block, room):
-        above(columns, weight, queries, limits, stage, (entries, counts), tiles)
-        kernels.keep[-(-users // tiles.selected),](
+        write_entries(columns, weight, queries, limits, stage, entries, counts, tiles)
+        keep.keep[-(-users // tiles.selected),](
             entries, counts, wanted, kept, limits, left_out, users,
             height=tiles.selected, segments=SEGMENTS, room=room, capacity=capacity,
-            halvings=_HALVINGS, num_warps=max(4, room // 16),
+            halvings=_HALVINGS, num_warps=max(1, min(16, capacity // 32)),
         )  # fmt: skip
     return kept, left_out
 
 
-def room_of(capacity: int) -> int:
-    """Entries of a segment: a stage is expected to write less than half as many."""
-    return max(32, capacity // 8)
+def weight_of(items: DeviceItems, columns: Columns, queries: Queries) -> torch.Tensor:
+    """float32 [blocks]: a user's length with its residual, times this, is no smaller than her margin, but for underflow.
+
+    That is `DeviceItems.margin`, with the largest part that is residual of any of the users.
+    """
+    part = (queries.residual / (queries.length + queries.residual)).amax()
+    weight = items.weight(columns.block_longest, columns.block_residual)
+    return (weight + part * columns.block_longest) * _ROUND_UP
 
 
-def above(
+def write_entries(
     columns: Columns,
     weight: torch.Tensor,
     queries: Queries,
     limits: torch.Tensor,
     stage: BlockStage,
-    out: tuple[torch.Tensor, torch.Tensor],
+    entries: torch.Tensor,
+    counts: torch.Tensor,
     tiles: Tiles,
 ) -> None:
-    """Writes the bounds of one stage that reach the users' limits [n], as (entries, counts): see `kernels.above`.
+    """Writes the bounds of one stage that reach the users' limits [n], as entries and counts: see `kernels.above`.
 
-    `weight` float32 [blocks] is that of the blocks (`DeviceItems.weight`).
+    `weight` float32 [blocks] is that of the blocks (`weight_of`).
     """
-    entries, counts = out
     users, width = queries.codes.shape
     real = len(columns.longest) - len(columns.padding) // columns.size
-    kernels.above[-(-users // tiles.users), SPLITS](
-        queries.codes, queries.length + queries.residual, queries.residual, limits, columns.codes, weight,
-        columns.block_longest, entries, counts, users, real, stage.blocks, stage.stride, UNDERFLOW,
-        width=width, depth=max(16, _power(width)), height=tiles.users, lanes=LANES, size=columns.size,
-        tile=max(ABREAST * columns.size, min(tiles.columns, columns.block)), splits=SPLITS, room=entries.shape[2],
-        stages=tiles.stages, skip=stage.skip, inline=queries.codes.device.type == "cuda", num_warps=tiles.warps,
+    tile, depth = (
+        max(ABREAST * columns.size, min(tiles.columns, columns.block)),
+        max(16, power(width)),
+    )
+    is_gpu = queries.codes.device.type == "cuda"
+    writing, constraints = (
+        hits.writing(tile // (ABREAST * columns.size)) if is_gpu else (None, None)
+    )
+    above.above[-(-users // tiles.users), SPLITS](
+        queries.codes, queries.length + queries.residual, limits,
+        TensorDescriptor.from_tensor(columns.codes, [tile, depth]), weight,
+        entries, counts, users, real, stage.blocks, stage.stride, UNDERFLOW,
+        width=width, depth=depth, height=tiles.users, lanes=LANES, size=columns.size,
+        tile=tile, splits=SPLITS, room=entries.shape[2],
+        stages=tiles.stages, skip=stage.skip, near=depth <= _NEAR_MOST, writing=writing, constraints=constraints,
+        num_warps=tiles.warps, maxnreg=min(255, _REGISTERS // (32 * tiles.warps * tiles.resident)),
     )  # fmt: skip
 
 
@@ -181,33 +173,38 @@ def keys_of(
     queries: Queries,
     hidden: tuple[torch.Tensor, torch.Tensor],
     kept: torch.Tensor,
+    left_out: torch.Tensor,
     tiles: Tiles,
 ) -> torch.Tensor:
-    """Exact keys int64 [n, capacity * size] of the items of kept groups int64 [n, capacity]; WORST if hidden."""
-    users, capacity = kept.shape
-    keys = torch.empty((users, capacity * columns.size), dtype=torch.int64, device=kept.device)
-    part = min(tiles.scored, _power(keys.numel()))
+    """Exact keys int64 [n, size, capacity] of what may be better than what was left out [n], of kept entries.
+
+    WORST if hidden.
+    """
+    users, capacity = kept.shape[:2]
+    keys = torch.empty((users, columns.size, capacity), dtype=torch.int64, device=kept.device)
+    part = min(tiles.scored, capacity if kept.device.type == "cuda" else power(users * capacity))
+    steps = items.exact.shape[1]
     nobody = queries.exact  # where there are no lengths none are read
-    kernels.exact[-(-keys.numel() // part),](
+    kernels_of_keys.exact[-(-users * capacity // part),](
         queries.exact, nobody if queries.own is None else queries.own,
-        columns.exact, nobody if items.own is None else items.own,
-        kept, columns.ordinals, *hidden, keys, keys.numel(), len(items.order), len(hidden[1]).bit_length(),
-        steps=columns.exact.shape[1], size=columns.size, capacity=capacity, part=part,
-        cosine=items.own is not None, num_warps=4, enable_fp_fusion=False,
+        items.exact, nobody if items.own is None else items.own,
+        kept, left_out, columns.ordinals, *hidden, keys, users * capacity, len(items.order),
+        steps=steps, unroll=min(_UNROLLED, steps & -steps), size=columns.size, capacity=capacity, part=part,
+        cosine=items.own is not None, num_warps=max(1, min(4, part // 32)), enable_fp_fusion=False, maxnreg=64,
     )  # fmt: skip
     return keys
 
 
 def leading_of(keys: torch.Tensor, k: int, tiles: Tiles) -> torch.Tensor:
-    """The best k of keys int64 [n, a power of two], descending, WORST where there are no more."""
-    users, wide = keys.shape
+    """The best k of keys int64 [n, size, a power of two], descending, WORST where there are no more."""
+    users, size, wide = keys.shape
     is_slow = keys.device.type == "cpu" and wide > 64  # the interpreter sorts for half a minute
     if wide > _LEADING_MOST or k > wide or is_slow:
-        return best_of(keys, k)
+        return best_of(keys.flatten(1), k)
     best = torch.empty((users, k), dtype=torch.int64, device=keys.device)
-    kernels.leading[-(-users // tiles.selected),](
-        keys, best, users, k, height=tiles.selected, wide=wide, most=max(2, _power(k)), num_warps=1
-    )
+    kernels_of_keys.leading[-(-users // tiles.selected),](
+        keys, best, users, k, height=tiles.selected, size=size, wide=wide, most=max(2, power(k)), num_warps=1
+    )  # fmt: skip
     return best
 
 
@@ -244,17 +241,16 @@ def bounds_of(items: DeviceItems, columns: Columns, queries: Queries, tiles: Til
     blocks = len(columns.ordinals) // columns.block
     room = -(-blocks // SPLITS) * LANES // ABREAST
     (stage,) = stages_of(blocks, room)
-    entries = torch.empty((users, SEGMENTS, room), dtype=torch.int64, device=device)
+    entries = torch.empty((users, SEGMENTS, room, 4), dtype=torch.int32, device=device)
     counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
     limits = torch.full((users,), _NOTHING, device=device)
-    weight = items.weight(columns.block_longest, columns.block_residual)
-    above(columns, weight, queries, limits, stage, (entries, counts), tiles)
-    found = torch.full((users, len(columns.longest)), _NOTHING, device=device)
-    user, segment, slot = (torch.arange(room, device=device) < counts[..., None]).nonzero(
-        as_tuple=True
+    write_entries(
+        columns, weight_of(items, columns, queries), queries, limits, stage, entries, counts, tiles
     )
-    written = entries[user, segment, slot]
-    found[user, written & 0xFFFFFFFF] = (written >> 32).to(torch.int32).view(torch.float32)
+    found = torch.full((users, len(columns.longest)), _NOTHING, device=device)
+    written = torch.arange(room, device=device) < counts[..., None]
+    user = written.nonzero()[:, 0]
+    found[user, entries[..., 1][written]] = entries[..., 0][written].view(torch.float32)
     return found
 
 
@@ -275,8 +271,3 @@ def hidden_of(
     pairs = (gone[0] * (items + 1) + gone[1]).sort()[0]
     edges = torch.arange(users + 1, device=pairs.device) * (items + 1)
     return torch.searchsorted(pairs, edges), pairs % (items + 1)
-
-
-def _power(count: int) -> int:
-    """The least power of two that is no smaller."""
-    return 1 << (max(1, count) - 1).bit_length()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.topk.compiled import own_lengths
 from cache.topk.flat import Compared
-from precompute.device.columns import Columns, columns_by_rank, group_of, lay, room_for
+from precompute.device.columns import Columns, columns_by_rank, group_of
 from precompute.device.exact import SUMS, in_order
 
 _ROUND_UP = 1 + 1e-5
@@ -44,9 +44,11 @@ class Queries:
 class DeviceItems:
     """All items; `order` int64 [items] holds ordinals by falling length, `codes`, `length`, `residual` follow it.
 
-    `own` float32 [items] are the lengths by ordinal of items that are compared by the cosine.
+    By ordinal are `exact` float32 [items, steps, 4], their vectors `in_order`, and `own` float32 [items], the lengths
+    of items that are compared by the cosine.
     """
 
+    exact: torch.Tensor
     own: torch.Tensor | None
     order: torch.Tensor
     codes: torch.Tensor
@@ -68,19 +70,21 @@ class DeviceItems:
         scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
         order = np.argsort(-compared.sizes, kind="stable")
         size = group or group_of(len(order))
-        exact = room_for(len(order), size, -(-dims // SUMS), device)
+        exact = torch.empty((len(order), -(-dims // SUMS), SUMS), device=device)
         parts = []
         for start in range(0, len(order), _PART):  # so that copies on their way stay small
             part = order[start : start + _PART]
             parts.append(encoded(moved(compared.filtering[part], device), scale, dtype))
-            lay(exact, start, in_order(moved(compared.vectors[part], device)))
+            exact[start : start + _PART] = in_order(
+                moved(compared.vectors[start : start + _PART], device)
+            )
         codes, length, residual = (torch.cat(each) for each in zip(*parts, strict=True))
         own = own_lengths(compared.vectors) if compared.metric == "cosine" else None
         where = moved(order, device)
         return cls(
-            None if own is None else moved(own, device), where, codes, length, residual, scale,
+            exact, None if own is None else moved(own, device), where, codes, length, residual, scale,
             _OUT[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
-            group, columns_by_rank(codes, exact, length, residual, where, len(order), size),
+            group, columns_by_rank(codes, length, residual, where, len(order), size),
         )  # fmt: skip
 
     def holds(self) -> bool:
@@ -102,12 +106,8 @@ class DeviceItems:
         """The columns of some items; `allowed` bool [items] by ordinal."""
         ranks = allowed[self.order].nonzero()[:, 0]
         size = self.group or group_of(len(ranks))
-        exact = room_for(len(ranks), size, self.whole.exact.shape[1], self.codes.device)
-        for start in range(0, len(ranks), _PART):
-            some = ranks[start : start + _PART]
-            lay(exact, start, self.whole.exact[some // self.whole.size, :, some % self.whole.size])
         return columns_by_rank(
-            self.codes[ranks], exact, self.length[ranks], self.residual[ranks], self.order[ranks], len(self.order),
+            self.codes[ranks], self.length[ranks], self.residual[ranks], self.order[ranks], len(self.order),
             size,
         )  # fmt: skip
 

@@ -1,13 +1,11 @@
-"""`Scorer` on a torch device: slabs of users in two streams, so that copies, products and selection overlap."""
+"""`Scorer` on a torch device: slabs of users one after the other there, while others are copied in and out."""
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from queue import SimpleQueue
 from types import ModuleType
 from typing import Self
 
@@ -26,11 +24,11 @@ from precompute.device.items import DeviceItems, fetched, slice_of
 from precompute.device.probe import kernels_for
 from precompute.device.search import SearchShape, search
 
-STREAMS = 2
-"""Slabs under way on a GPU: while one is copied or sorted the other is multiplied."""
-
-_SPARES = (32, 480)
-"""Candidates beside k and its quarter: at first, and again for the few whose list was not certain."""
+UNDER_WAY = 3
+"""Slabs under way with a GPU: one is in work there, one waits for it, and one is copied. All are in one stream: side by
+side they would end together, and the GPU then waits for all to be copied."""
+_FETCHED = ((8, 16), (4, 480))
+"""Candidates beside k, a share of it and some: at first, and again for the few whose list was not certain."""
 _ROWS_MOST, _ROWS_LEAST = 4096, 256
 _SHARE = 0.5
 _PROCESSOR_BYTES = 256 << 20
@@ -64,9 +62,11 @@ class DeviceScorer:
         self._device = items.codes.device
         self._changing = threading.Lock()
         self._parts = 1
-        self._streams: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
-        for _ in range(STREAMS if self._device.type == "cuda" else 0):
-            self._streams.put(torch.cuda.Stream(self._device))
+        self._launching = threading.Lock()
+        is_gpu = self._device.type == "cuda"
+        self._stream, self._copies = (
+            torch.cuda.Stream(self._device) if is_gpu else None for _ in range(2)
+        )
         self.has_failed = False
         """True if the device gave up for good: the processor then does the rest."""
 
@@ -126,7 +126,8 @@ class DeviceScorer:
         progress: Callable[[int], None] | None = None,
     ) -> Top:
         """Top K of each user, as `Scorer.top` gives it; `threads` are those of what is left to the processor."""
-        users, gone = checked(self._compared, users, k, excluded, allowed)
+        # That users are finite shows in their lengths, which the device finds.
+        users, gone = checked(self._compared, users, k, excluded, allowed, values=False)
         out = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
         told = progress or (lambda _: None)
         left = np.arange(len(users))
@@ -136,10 +137,10 @@ class DeviceScorer:
             self._give_up(error)
         else:
             # Bounds in half precision cannot tell everything: last come the operators.
-            attempts = [(each, self._fused) for each in _SPARES]
-            for spare, by in attempts + [(_SPARES[-1], None)] * (self._fused is not None):
+            attempts = [(each, self._fused) for each in _FETCHED]
+            for (share, some), by in attempts + [(_FETCHED[-1], None)] * (self._fused is not None):
                 if len(left) and not self.has_failed:
-                    left = self._attempt(replace(asked, fused=by), left, k + k // 4 + spare)
+                    left = self._attempt(replace(asked, fused=by), left, k + k // share + some)
         if len(left):
             rest = self._whole_rest if self.has_failed else self._few
             part = rest.top(
@@ -166,10 +167,9 @@ class DeviceScorer:
 
     def _attempt(self, asked: _Asked, rows: NDArray[np.int64], fetch: int) -> NDArray[np.int64]:
         """Scores some users; those of them whose list is not certain."""
-        streams = STREAMS if self._device.type == "cuda" else 1
         step = self._shape(asked, fetch).users
         slabs = [rows[start : start + step] for start in range(0, len(rows), step)]
-        with ThreadPoolExecutor(streams, "device") as pool:
+        with ThreadPoolExecutor(UNDER_WAY if self._stream else 1, "device") as pool:
             return np.concatenate([*pool.map(partial(self._slab, asked, fetch), slabs)])
 
     def _slab(self, asked: _Asked, fetch: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -202,8 +202,8 @@ class DeviceScorer:
     def _search(
         self, asked: _Asked, shape: SearchShape, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        with self._stream():
-            where = slice_of(rows)
+        where = slice_of(rows)
+        with self._launching, torch.cuda.stream(self._stream):
             users = np.ascontiguousarray(asked.users[where])
             compared = unit(users) if self._compared.metric == "cosine" else users
             queries = self._items.queries(users, compared)
@@ -212,27 +212,30 @@ class DeviceScorer:
             keys, certain = (by.search if by else search)(
                 self._items, asked.columns, queries, pairs, asked.k, shape
             )
-            found = [fetched(each) for each in (*unpacked(keys), certain, queries.size)]
-            _settle(self._device)
+            found, done = self._fetched((*unpacked(keys), certain, queries.size))
+        if done is not None:
+            done.synchronize()
         ordinals, scores, sure, sizes = (each.numpy() for each in found)
+        if not np.isfinite(sizes).all():
+            checked(self._compared, asked.users, asked.k, None, None)
         # Lists that are not certain are written again by whoever makes them so.
         asked.out[0][where], asked.out[1][where] = ordinals.view(np.uint32), scores
         usual = (sizes == 0) | ((sizes > _SIZES[0]) & (sizes < _SIZES[1]))
         uncertain: NDArray[np.int64] = rows[~(sure & usual & long_enough(self._compared, sizes))]
         return uncertain
 
-    @contextmanager
-    def _stream(self) -> Iterator[None]:
-        """A stream that is this thread's meanwhile: torch keeps memory by stream, so there are few."""
-        if self._device.type != "cuda":
-            yield
-            return
-        stream = self._streams.get()
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            self._streams.put(stream)
+    def _fetched(
+        self, found: tuple[torch.Tensor, ...]
+    ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+        """Tensors on their way to the host, and when they are there: the next slab does not wait for that."""
+        if self._stream is None or self._copies is None:
+            return [fetched(each) for each in found], None
+        self._copies.wait_stream(self._stream)
+        with torch.cuda.stream(self._copies):
+            copied = [fetched(each) for each in found]
+            for each in found:
+                each.record_stream(self._copies)
+            return copied, self._copies.record_event()
 
     def _room_bytes(self) -> int:
         """Bytes that one slab may take of what is free now, and of the share of the memory that this process has."""
@@ -242,7 +245,7 @@ class DeviceScorer:
         used = torch.cuda.memory_allocated(self._device)
         kept = torch.cuda.memory_reserved(self._device) - used
         share = total * torch.cuda.get_per_process_memory_fraction(self._device) - used
-        return max(0, int(min(free + kept, share) * _SHARE / STREAMS))
+        return max(0, int(min(free + kept, share) * _SHARE))
 
     def _shape(self, asked: _Asked, fetch: int) -> SearchShape:
         """The widest product that has room, of as many users as fill the device."""

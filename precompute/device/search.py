@@ -194,8 +194,7 @@ def _exact(items: DeviceItems, columns: Columns, queries: Queries, found: _Found
         rows = slice(start, start + step)
         ordinals = columns.ordinals[found.column[rows]]
         ordinals = ordinals.clamp(max=len(items.order) - 1)  # of columns that are no items
-        group, member = columns.members_of(found.column[rows])
-        scores = dots(queries.exact[rows], columns.exact[group, :, member])
+        scores = dots(queries.exact[rows], items.exact[ordinals])
         if items.own is not None and queries.own is not None:
             lengths = items.own[ordinals] * queries.own[rows, None]
             scores = torch.where(lengths > 0, scores / lengths, torch.zeros_like(scores))

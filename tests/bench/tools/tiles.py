@@ -2,7 +2,7 @@
 
 `python -m tests.bench.tools.tiles [seconds]`: Gaussian users by a million items, 128 numbers each and 256; shapes are
 tried until the seconds (50) are over. Rates are users/s of the product with what is kept of it, and their part of a
-large square bfloat16 product. The fastest belong into `precompute.device.fused.tiles_of`.
+large square bfloat16 product. The fastest belong into `precompute.device.sizes.tiles_of`.
 """
 
 import sys
@@ -58,7 +58,7 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     """Microseconds for each user of each stage, run by itself on what the one before gave; nothing if not used."""
     import torch
 
-    from precompute.device import fused
+    from precompute.device import fused, sizes
 
     on = held(items, device, fused.GROUP)
     users = users[:USERS]
@@ -66,22 +66,22 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     if not fused.fits(on, columns, FETCH):
         return {}
     queries = on.queries(users, users)
-    tiles = fused.tiles_of(count, queries.codes.shape[1], device)
+    tiles = sizes.tiles_of(count, queries.codes.shape[1], device)
     rows = torch.arange(count, device=device).repeat_interleave(HISTORY)
     pairs = rows, torch.randint(len(items), (count * HISTORY,), device=device)
     hidden = fused.hidden_of(pairs, count, len(items))
     wanted = torch.full((count,), FETCH, dtype=torch.int32, device=device)
-    kept, _ = fused.kept_of(on, columns, queries, wanted, CAPACITY, tiles)
-    keys = fused.keys_of(on, columns, queries, hidden, kept, tiles)
+    kept, left_out = fused.kept_of(on, columns, queries, wanted, CAPACITY, tiles)
+    keys = fused.keys_of(on, columns, queries, hidden, kept, left_out, tiles)
     runs: dict[str, Callable[[], object]] = {
         "copies": lambda: on.queries(users, users),
         "histories": lambda: fused.hidden_of(pairs, count, len(items)),
         "bounds": lambda: fused.kept_of(on, columns, queries, wanted, CAPACITY, tiles),
-        "exact": lambda: fused.keys_of(on, columns, queries, hidden, kept, tiles),
+        "exact": lambda: fused.keys_of(on, columns, queries, hidden, kept, left_out, tiles),
         "best": lambda: fused.leading_of(keys, K, tiles),
     }
     found = {stage: seconds(run) * 1e6 / count for stage, run in runs.items()}
-    return found | {"groups": float((kept != fused.NONE).sum(1).double().mean())}
+    return found | {"groups": float((kept[..., 1] != fused.NONE).sum(1).double().mean())}
 
 
 def square_users_per_s(dims: int, device: Any) -> float:
@@ -101,7 +101,7 @@ def main() -> None:
         raise SystemExit("no GPU here, or no torch that sees it: nothing was tried")
     import torch
 
-    from precompute.device import fused
+    from precompute.device import fused, sizes
 
     device = torch.device(found[0])
     until = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 50)
@@ -114,14 +114,14 @@ def main() -> None:
         for stage, us in times_of(items, users, device).items():
             print(f"  {stage:10} {us:8.4f} us a user", flush=True)
         on = held(items, device, fused.GROUP)
-        units = fused.units_of(device)
+        units = sizes.units_of(device)
         for rows, wide, warps, stages, each in TRIED[dims]:
             if time.monotonic() > until - (25 if dims == 128 else 0):
                 break
             count = rows * max(1, units * each // 4)
             queries = on.queries(users[:count], users[:count])
             wanted = torch.full((count,), FETCH, dtype=torch.int32, device=device)
-            tiles = fused.Tiles(rows, wide, warps, stages, each)
+            tiles = sizes.Tiles(rows, wide, warps, stages, each)
             try:
                 took_s = seconds(
                     partial(fused.kept_of, on, on.whole, queries, wanted, CAPACITY, tiles)

@@ -8,22 +8,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from precompute.device import fused, kernels
+from precompute.device import fused, sizes
+from precompute.device.kernels import above, hits, keep, keys
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HALF, FLOAT, INT, LONG = "*fp16", "*fp32", "*i32", "*i64"
 TYPES = {
-    "above": [HALF, FLOAT, FLOAT, FLOAT, HALF, FLOAT, FLOAT, LONG, INT, *["i32"] * 4, "fp32"],
-    "keep": [LONG, INT, INT, LONG, FLOAT, FLOAT, "i32"],
-    "exact": [FLOAT, FLOAT, FLOAT, FLOAT, LONG, LONG, LONG, LONG, LONG, "i32", "i32", "i32"],
-    "leading": [LONG, LONG, "i32", "i32"],
+    above.above: [HALF, FLOAT, FLOAT, "", FLOAT, INT, INT, *["i32"] * 4, "fp32"],
+    keep.keep: [INT, INT, INT, INT, FLOAT, FLOAT, "i32"],
+    keys.exact: [FLOAT, FLOAT, FLOAT, FLOAT, INT, FLOAT, LONG, LONG, LONG, LONG, "i32", "i32"],
+    keys.leading: [LONG, LONG, "i32", "i32"],
 }
 
 
-def compiled(name: str, options: dict[str, Any], **constants: Any) -> dict[str, Any]:
+def compiled(kernel: Any, options: dict[str, Any], **constants: Any) -> dict[str, Any]:
     """Compiles one kernel, and counts what matters in it."""
-    kernel = getattr(kernels, name)
-    types = TYPES[name] + ["constexpr"] * len(constants)
+    tile = f"tensordesc<fp16[{constants.get('tile')},{constants.get('depth')}]>"
+    types = [each or tile for each in TYPES[kernel]] + ["constexpr"] * len(constants)
     source = ASTSource(
         fn=kernel,
         signature=dict(zip(kernel.arg_names, types, strict=True)),
@@ -33,7 +34,7 @@ def compiled(name: str, options: dict[str, Any], **constants: Any) -> dict[str, 
     done = triton.compile(source, target=HOPPER, options=options)
     code = done.asm["ptx"]
     return {
-        "name": name,
+        "name": kernel.__name__,
         "shared_bytes": done.metadata.shared,
         "warpgroup_products": code.count("wgmma.mma_async"),
         "fused_multiply_adds": code.count("fma.rn"),
@@ -45,22 +46,23 @@ def main() -> None:
     """Compile what 1 M items need, of 40 numbers to the widest."""
     for width in (40, 128, 256, fused.WIDTH_MOST):
         depth = 1 << (width - 1).bit_length()
-        tiles = fused.tiles_of(1 << 14, width, torch.device("cuda"))
+        tiles = sizes.tiles_of(1 << 14, width, torch.device("cuda"))
+        writing, constraints = hits.writing(tiles.columns // 16)
         shape = {
             "width": width, "depth": depth, "height": tiles.users, "lanes": 64, "size": 4, "tile": tiles.columns,
-            "splits": 16, "room": 32, "stages": tiles.stages, "skip": 3,
-            "inline": True,
+            "splits": 8, "room": 64, "stages": tiles.stages, "skip": 3, "near": depth <= 256,
+            "writing": writing, "constraints": constraints,
         }  # fmt: skip
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        print(json.dumps(compiled("above", options, **shape)), flush=True)
-    shape = {"height": 1, "segments": 64, "room": 32, "capacity": 256, "halvings": 14}
-    print(json.dumps(compiled("keep", {"num_warps": 4}, **shape)), flush=True)
+        print(json.dumps(compiled(above.above, options, **shape)), flush=True)
+    shape = {"height": 1, "segments": 32, "room": 64, "capacity": 256, "halvings": 12}
+    print(json.dumps(compiled(keep.keep, {"num_warps": 8}, **shape)), flush=True)
     for cosine in (False, True):
-        shape = {"steps": 32, "size": 4, "capacity": 256, "part": 128}
-        options = {"num_warps": 4, "enable_fp_fusion": False}
-        print(json.dumps(compiled("exact", options, **shape, cosine=cosine)), flush=True)
-    shape = {"height": 1, "wide": 1024, "most": 128}
-    print(json.dumps(compiled("leading", {"num_warps": 1}, **shape)), flush=True)
+        shape = {"steps": 32, "unroll": 8, "size": 4, "capacity": 256, "part": 64}
+        options = {"num_warps": 2, "enable_fp_fusion": False}
+        print(json.dumps(compiled(keys.exact, options, **shape, cosine=cosine)), flush=True)
+    shape = {"height": 1, "size": 4, "wide": 256, "most": 128}
+    print(json.dumps(compiled(keys.leading, {"num_warps": 1}, **shape)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The kernels of the top-K: the operators' and the processor's bits. Without a GPU by Triton's interpreter."""
 
 import logging
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,14 +17,15 @@ from tests.unit.precompute.exactness import make
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
 pytest.importorskip("triton", reason="the kernels are Triton's: make torch-env")
 
-from precompute.device import fused, kernels  # noqa: E402
+from precompute.device import fused  # noqa: E402
 from precompute.device import scorer as device_scorer  # noqa: E402
 from precompute.device import search as operators  # noqa: E402
 from precompute.device.columns import LANES  # noqa: E402
 from precompute.device.exact import WORST  # noqa: E402
-from precompute.device.items import DeviceItems  # noqa: E402
+from precompute.device.items import UNDERFLOW, DeviceItems  # noqa: E402
+from precompute.device.kernels.keep import keep  # noqa: E402
 from precompute.device.scorer import DeviceScorer  # noqa: E402
-from precompute.device.stages import SEGMENTS, stages_of  # noqa: E402
+from precompute.device.sizes import FETCH_MOST, SEGMENTS, stages_of, tiles_of  # noqa: E402
 
 WHERE = torch.device(DEVICE)
 AGREES = fused.agrees
@@ -182,9 +182,7 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     queried = unit(users) if metric == "cosine" else users
     queries, columns = held.queries(users, queried), held.whole
 
-    bounds = fused.bounds_of(
-        held, columns, queries, fused.tiles_of(16, queries.codes.shape[1], WHERE)
-    )
+    bounds = fused.bounds_of(held, columns, queries, tiles_of(16, queries.codes.shape[1], WHERE))
 
     ordinals = columns.ordinals.cpu().numpy()
     exact = score(users, items, np.tile(np.minimum(ordinals, 899), (16, 1)), metric).astype(
@@ -196,12 +194,9 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     highest = exact[:, members.numpy()].max(2)
     found, real = bounds.double().cpu().numpy(), highest.max(0) > -np.inf
     margin = held.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
-    longest, residual = (
-        each.repeat_interleave(LANES)  # a block's groups share theirs
-        for each in (columns.block_longest, columns.block_residual)
-    )
-    shared = replace(columns, longest=longest, residual=residual)
-    widest = held.margin(shared, slice(None), queries.length, queries.residual).cpu().numpy()
+    reach, weight = queries.length + queries.residual, fused.weight_of(held, columns, queries)
+    # A block's groups share their margin, and users the largest part that is residual.
+    widest = (reach[:, None] * weight.repeat_interleave(LANES)).cpu().numpy() + UNDERFLOW
     assert (found >= highest).all()
     assert (found <= highest + margin + widest * (1 + 1e-6) + 1e-6)[:, real].all()
     assert np.isneginf(found[:, ~real]).all()
@@ -209,7 +204,7 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
 
 @pytest.fixture
 def little_room(monkeypatch):
-    """A third stage from 16,385 items on, a second from 4,097."""
+    """A third stage from 12,289 items on, a second from 2,049."""
     monkeypatch.setattr(fused, "room_of", lambda _: 16)
 
 
@@ -232,14 +227,14 @@ def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
         users = np.abs(users) * (1 if kind == "falling" else -1)
     held = DeviceItems.of(Compared.of(items, "inner_product"), WHERE, torch.float16, fused.GROUP)
     queries, columns = held.queries(users, users), held.whole
-    tiles = fused.tiles_of(3, queries.codes.shape[1], WHERE)
+    tiles = tiles_of(3, queries.codes.shape[1], WHERE)
     wanted = torch.tensor([1, 20, 32], dtype=torch.int32, device=WHERE)
 
     kept, left_out = fused.kept_of(held, columns, queries, wanted, 64, tiles)
 
     bounds = fused.bounds_of(held, columns, queries, tiles)
     for row in range(3):
-        taken = kept[row][kept[row] != fused.NONE] & 0xFFFFFFFF
+        taken = kept[row, :, 1][kept[row, :, 1] != fused.NONE]
         rest = np.delete(bounds[row].cpu().numpy(), taken.cpu().numpy())
         limit, real = left_out[row].item(), (count + 3) // 4
         assert len(set(taken.tolist())) == len(taken)
@@ -266,20 +261,23 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
         bounds = rng.choice([np.inf, -np.inf, 1.0], bounds.shape).astype("f4")
     counts = rng.integers(0, room + 1, (4, SEGMENTS)).astype("i4")
     there = (np.arange(room) < counts[..., None]).reshape(4, -1)
-    entries = (bounds.view("i4").astype("i8") << 32) | np.arange(bounds.shape[1])
+    numbers = np.tile(np.arange(bounds.shape[1], dtype="i4"), (4, 1))
+    entries = np.stack([bounds.view("i4"), numbers, numbers + 7, numbers * 3], 2)
     held = [torch.from_numpy(each).to(WHERE) for each in (entries, counts, wanted.astype("i4"))]
-    guard = torch.full((6, capacity), -7, device=WHERE)
+    guard = torch.full((6, capacity, 4), -7, dtype=torch.int32, device=WHERE)
     guard[1:5] = fused.NONE
     limits, left_out = (torch.full((4,), -torch.inf, device=WHERE) for _ in range(2))
 
-    kernels.keep[1,](
+    keep[1,](
         *held, guard[1:], limits, left_out, 4,
         height=4, segments=SEGMENTS, room=room, capacity=capacity, halvings=14, num_warps=4,
     )  # fmt: skip
 
     assert (guard[[0, 5]] == -7).all()
     for row in range(4):
-        taken = guard[1 + row][guard[1 + row] != fused.NONE].cpu().numpy() & 0xFFFFFFFF
+        found = guard[1 + row][guard[1 + row, :, 1] != fused.NONE].cpu().numpy()
+        taken = found[:, 1]
+        assert np.array_equal(found, entries[row][taken])
         rest = np.delete(bounds[row], np.union1d(taken, np.flatnonzero(~there[row])))
         assert len(set(taken.tolist())) == len(taken) and there[row][taken].all()
         assert rest.max(initial=-np.inf) <= left_out[row].item() or kind == "endless"
@@ -290,11 +288,13 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
 
 @pytest.mark.parametrize(("wide", "k"), [(4, 1), (64, 10), (64, 64), (64, 70), (2048, 5)])
 def test_the_best_keys_are_those_of_the_operators(wide, k):
-    keys = torch.randint(-(2**62), 2**62, (5, wide), device=WHERE)
-    keys[:, ::3] = WORST
-    tiles = fused.tiles_of(5, 16, WHERE)
+    keys = torch.randint(-(2**62), 2**62, (5, 4, wide), device=WHERE)
+    keys[:, :, ::3] = WORST
+    keys[:, 2:] = WORST
+    keys[3, 3, -1] = 2**62
+    tiles = tiles_of(5, 16, WHERE)
 
-    assert torch.equal(fused.leading_of(keys, k, tiles), operators.best_of(keys, k))
+    assert torch.equal(fused.leading_of(keys, k, tiles), operators.best_of(keys.flatten(1), k))
 
 
 @pytest.mark.parametrize("blocks", [1, 32, 33, 129, 3907, 16_384])
@@ -304,7 +304,7 @@ def test_stages_look_at_every_block_once(blocks):
     seen = [stage.block(at) for stage in stages for at in range(stage.blocks)]
 
     assert sorted(seen) == list(range(blocks))
-    assert stages[0].blocks <= 32
+    assert stages[0].blocks <= SEGMENTS * 32 // LANES
 
 
 @pytest.mark.usefixtures("agreed", "little_room")
@@ -312,7 +312,7 @@ def test_stages_look_at_every_block_once(blocks):
 def test_lists_have_the_bits_of_the_processor_after_several_stages(looked_again, metric):
     queries, vectors, excluded = make(3, 17_000, 20, seed=5)
 
-    assert_same(queries, vectors, 30, excluded, metric)
+    assert_same(queries, vectors, 10, excluded, metric)
 
     assert not looked_again
 
@@ -371,6 +371,6 @@ def test_long_lists_and_wide_vectors_are_left_to_the_operators():
     held = by_kernels(np.ones((2000, 8), np.float32))._items
     wide = by_kernels(np.ones((70, 600), np.float32))._items
 
-    assert fused.fits(held, held.whole, fused.FETCH_MOST)
-    assert not fused.fits(held, held.whole, fused.FETCH_MOST + 1)
+    assert fused.fits(held, held.whole, FETCH_MOST)
+    assert not fused.fits(held, held.whole, FETCH_MOST + 1)
     assert not fused.fits(wide, wide.whole, 10)

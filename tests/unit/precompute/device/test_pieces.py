@@ -42,7 +42,7 @@ def test_users_left_by_pieces_keep_their_own_exclusions(monkeypatch):
         return SearchShape(8 // self._parts, len(asked.columns.ordinals), fetch)
 
     monkeypatch.setattr(device_scorer, "search", small_device)
-    monkeypatch.setattr(device_scorer, "STREAMS", 1)
+    monkeypatch.setattr(device_scorer, "UNDER_WAY", 1)
     monkeypatch.setattr(DeviceScorer, "_shape", shape_of)
 
     found = ours.top(users, 5, excluded)

@@ -99,6 +99,7 @@ def test_a_gpu_that_is_demanded_and_not_on_this_host_leaves_the_plan_to_the_tabl
 
 def test_no_list_is_too_long_for_the_kernels_that_the_table_is_of() -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's: make torch-env")
-    from precompute.device import fused, scorer
+    from precompute.device import scorer
+    from precompute.device.sizes import FETCH_MOST
 
-    assert K_MAX + K_MAX // 4 + max(scorer._SPARES) <= fused.FETCH_MOST
+    assert max(K_MAX + K_MAX // share + some for share, some in scorer._FETCHED) <= FETCH_MOST

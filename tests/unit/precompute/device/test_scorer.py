@@ -273,7 +273,7 @@ def test_a_mistake_is_no_failing_device(monkeypatch):
 def test_lists_that_are_not_certain_are_looked_for_once_more(monkeypatch):
     # Given a first attempt that fetches hardly more than is asked for, by products that are rough
     users, items, excluded = make(100, 5000, 24, skewed=False, seed=3)
-    monkeypatch.setattr(device_scorer, "_SPARES", (2, 480))
+    monkeypatch.setattr(device_scorer, "_FETCHED", ((4, 2), (4, 480)))
     scorer = on_device(items, dtype=torch.bfloat16)
     seen = searches(monkeypatch)
 

@@ -1,0 +1,120 @@
+"""The product, of which nothing is written but groups that may be among a user's best."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=("count", "real", "blocks", "stride"))
+def above(
+    users, reach, limits, items, weight, entries, counts,
+    count, real, blocks, stride, slack,
+    width: tl.constexpr, depth: tl.constexpr, height: tl.constexpr, lanes: tl.constexpr, size: tl.constexpr,
+    tile: tl.constexpr, splits: tl.constexpr, room: tl.constexpr, stages: tl.constexpr, skip: tl.constexpr,
+    near: tl.constexpr, writing: tl.constexpr, constraints: tl.constexpr,
+):  # fmt: skip
+    """Groups whose bounds reach the limits of `height` users, as entries int32 [n, splits, 4, room, 4].
+
+    An entry is a bound (float32, no lower than a score of the group), the group, and its products in half precision.
+    Looked at are `blocks` blocks of `lanes` groups (`real` of all groups have items): multiples of `stride`, and of
+    those with `skip` only what lies between each skip + 1; each by one of a user's `splits` programs. Four groups have
+    sixteen neighbouring columns (`Columns.columns_of`), so that a group's are in one thread. `counts` int32
+    [n, splits, 4] are what there was, though only `room` fit. `items` is a descriptor of the codes in tiles; `near` has
+    users' stay in registers; `writing` is PTX (`hits`), on a GPU. A margin is a user's `reach` times
+    the block's `weight`, and `slack`.
+    """
+    rows = tl.program_id(0) * height + tl.arange(0, height)
+    split = tl.program_id(1)
+    k = tl.arange(0, depth)
+    own = rows < count
+    rows = rows.to(tl.int64)
+    inside = own[:, None] & (k < width)[None, :]
+    u = tl.load(users + rows[:, None] * width + k[None, :], mask=inside, other=0.0)
+    if near:  # what a product gives is in registers, and stays there
+        u = tl.dot(u, (k[:, None] == k[None, :]).to(u.dtype)).to(u.dtype)
+    far = tl.load(reach + rows, mask=own, other=0.0)
+    limit = tl.load(limits + rows, mask=own, other=float("inf"))
+    groups: tl.constexpr = tile // size
+    turns: tl.constexpr = lanes // groups
+    lane = tl.arange(0, 4)
+    segment = (rows[:, None] * splits + split) * 4 + lane[None, :]
+    free = entries + segment * (room * 4)
+    taken = tl.zeros([height, 4], tl.int32)
+    steps = (blocks - split + splits - 1) // splits * turns
+    heavy = tl.load(weight + _block(split, stride, skip), mask=steps > 0, other=0.0)
+    for step in tl.range(0, steps, num_stages=stages):
+        at = split + step // turns * splits
+        group = _block(at, stride, skip) * lanes + step % turns * groups
+        product = tl.dot(u, tl.trans(items.load([group * size, 0])))
+        margin = far * heavy + slack
+        # What the next step needs is on its way during this one.
+        at = tl.minimum(split + (step + 1) // turns * splits, blocks - 1)
+        heavy = tl.load(weight + _block(at, stride, skip))
+        scores = _members(tl.reshape(product, [height, groups // 4, 2, 4, 2]), groups // 4)
+        low, over, number = (limit - margin)[:, None], margin[:, None], (group + lane)[None, :]
+        if writing is not None:
+            rest = (low, over, taken, free.to(tl.int64), number, real, room)
+            taken = tl.inline_asm_elementwise(
+                writing, constraints, scores + rest, dtype=tl.int32, is_pure=False, pack=2
+            )
+        else:
+            taken = _reaching(scores, low, over, free, taken, number, real, groups // 4, room)
+    tl.store(counts + segment, taken, mask=own[:, None])
+
+
+@triton.jit
+def _block(at, stride, skip: tl.constexpr):
+    """The block that is looked at as the `at`-th: with `skip` the first of every skip + 1 was looked at before."""
+    if skip:
+        at += at // skip + 1
+    return at * stride
+
+
+@triton.jit
+def _members(scores, many: tl.constexpr):
+    """The four scores [n, 4] of each first, second and so on of `many` groups, of scores [n, many, 2, 4, 2]."""
+    if many > 1:
+        halves = tl.reshape(scores, [scores.shape[0], 2, many // 2, 2, 4, 2])
+        first, second = tl.split(tl.permute(halves, (0, 2, 3, 4, 5, 1)))
+        return _members(first, many // 2) + _members(second, many // 2)
+    else:  # noqa: RET505 - Triton compiles what stands behind a return
+        even, odd = tl.split(tl.reshape(scores, [scores.shape[0], 2, 4, 2]))
+        zero, two = tl.split(tl.permute(even, (0, 2, 1)))
+        one, three = tl.split(tl.permute(odd, (0, 2, 1)))
+        return zero, one, two, three
+
+
+@triton.jit
+def _reaching(
+    members, limit, margin, entries, taken, number, real, many: tl.constexpr, room: tl.constexpr
+):
+    """Number taken int32 [n, 4], after the groups, of `members` (`_members`), that reach the limit are written.
+
+    As `hits.writing`, for the interpreter.
+    """
+    for group in tl.static_range(many):
+        zero, one, two, three = (
+            members[4 * group],
+            members[4 * group + 1],
+            members[4 * group + 2],
+            members[4 * group + 3],
+        )
+        highest = tl.maximum(tl.maximum(zero, one), tl.maximum(two, three))
+        hit = (highest >= limit) & (number + 4 * group < real)
+        written = hit & (taken < room)
+        to = entries + taken * 4
+        tl.store(to, (highest + margin).to(tl.int32, bitcast=True), mask=written)
+        tl.store(to + 1, number + 4 * group, mask=written)
+        tl.store(to + 2, _halves(zero, one), mask=written)
+        tl.store(to + 3, _halves(two, three), mask=written)
+        taken += hit.to(tl.int32)
+    return taken
+
+
+@triton.jit
+def _halves(first, second):
+    """int32 with the bits of two numbers in half precision, the first in its lower half."""
+    low, high = (
+        first.to(tl.float16).to(tl.int16, bitcast=True),
+        second.to(tl.float16).to(tl.int16, bitcast=True),
+    )
+    return (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
