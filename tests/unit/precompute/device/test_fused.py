@@ -204,8 +204,8 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
 
 @pytest.fixture
 def little_room(monkeypatch):
-    """A third stage from 12,289 items on, a second from 2,049."""
-    monkeypatch.setattr(fused, "room_of", lambda _: 16)
+    """A third stage from 16,385 items on, a second from 4,097."""
+    monkeypatch.setattr(fused, "room_of", lambda _: 32)
 
 
 @pytest.mark.usefixtures("little_room")
@@ -215,7 +215,7 @@ def little_room(monkeypatch):
 @given(st.data())
 def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
-    count = data.draw(st.sampled_from([100, 1300, 5000, 17_000]), "items")
+    count = data.draw(st.sampled_from([100, 1300, 5000, 17_000, 30_000]), "items")
     kind = data.draw(st.sampled_from(["normal", "ties", "alike", "falling", "rising"]), "vectors")
     items, users = (rng.standard_normal((each, 8)).astype("f4") for each in (count, 3))
     if kind == "ties":
@@ -312,7 +312,7 @@ def test_stages_look_at_every_block_once(blocks):
 def test_lists_have_the_bits_of_the_processor_after_several_stages(looked_again, metric):
     queries, vectors, excluded = make(3, 17_000, 20, seed=5)
 
-    assert_same(queries, vectors, 10, excluded, metric)
+    assert_same(queries, vectors, 30, excluded, metric)
 
     assert not looked_again
 
