@@ -85,7 +85,7 @@ format: env  ## apply the formatter and the safe fixes
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
 
 bench: env  ## the quick benches, each with its JSON line
-	@for name in advisor all_miss bulk_load changed device.shard events.answers events.fresh events.ingest events.l1_hits \
+	@for name in advisor all_miss bulk_load changed device.equal device.shard events.answers events.fresh events.ingest events.l1_hits \
 	  events.vs_live filters flip gpu hostile http_floor l1 l2 live load loadgen mixed near night observe peers plan policies \
 	  read_path scaling stampede topk; do \
 	  $(BIN)/python -m tests.bench.$$name --json --quick || failed="$$failed $$name"; done; \

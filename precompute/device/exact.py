@@ -1,5 +1,7 @@
 """Exact scores on a torch device: the sums of `cache.model.ranking.score`, in its order, so with its bits."""
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -20,14 +22,19 @@ def in_order(vectors: torch.Tensor) -> torch.Tensor:
     """
     dims = vectors.shape[1]
     padded = torch.nn.functional.pad(vectors, (0, -dims % SUMS))
-    steps = padded.shape[1] // SUMS
+    order = _order(dims, vectors.device)
+    return padded.view(len(padded), len(order), SUMS)[:, order].contiguous()
+
+
+@cache
+def _order(dims: int, device: torch.device) -> torch.Tensor:
+    """Places of the steps, int64: on the device once, as copying them there waits for all that is under way."""
     turned = [
         step
         for start in range(0, dims // _TURN * SUMS, SUMS)
         for step in range(start + SUMS - 1, start - 1, -1)
     ]
-    order = torch.tensor([*turned, *range(len(turned), steps)], device=vectors.device)
-    return padded.view(len(padded), steps, SUMS)[:, order].contiguous()
+    return torch.tensor([*turned, *range(len(turned), -(-dims // SUMS))], device=device)
 
 
 def dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,6 @@ them. Their items are scored in float32, and what was left out has the last limi
 does not make certain (masses of ties, scores too close for half precision) are left to `search`.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,8 +20,18 @@ from precompute.device.kernels import above, hits, keep
 from precompute.device.kernels import keys as kernels_of_keys
 from precompute.device.search import SearchShape, best_of, certain
 from precompute.device.sizes import (
-    FETCH_MOST, SEGMENTS, SPLITS, BlockStage, Tiles, capacity_of, power, room_of, stages_of, tiles_of, units_of,
-)  # fmt: skip
+    FETCH_MOST,
+    SEGMENTS,
+    SPLITS,
+    BlockStage,
+    Tiles,
+    capacity_of,
+    power,
+    room_of,
+    stages_of,
+    tiles_of,
+    units_of,
+)
 
 GROUP = 4
 """Items of a group: few, as all of a kept group are scored."""
@@ -33,12 +41,12 @@ _NEAR_MOST = 256
 _ROWS_MOST = 1 << 14
 _ROUNDS = 3
 """Programs of a search, of as many as there are at once: launching it takes less than running it."""
-_REGISTERS = 1 << 16
-"""Of a multiprocessor."""
 _LEADING_MOST = 1 << 10
 """Keys that the kernel sorts: for more torch is as fast."""
 _HALVINGS = 12
 """Halvings of a span of bounds, after which few groups are left between its ends."""
+EXACT_REGISTERS = 64
+"""Of a thread that adds exact sums: with more the compiler reads all ahead, and keeps most of it in memory."""
 _UNROLLED = 8
 """Steps of an exact sum whose numbers are read at once."""
 _ROUND_UP = 1 + 1e-6
@@ -123,7 +131,7 @@ def kept_of(
 
 
 def weight_of(items: DeviceItems, columns: Columns, queries: Queries) -> torch.Tensor:
-    """float32 [blocks]: a user's length with its residual, times this, is no smaller than her margin, but for underflow.
+    """float32 [blocks]: times a user's length with its residual it is no smaller than her margin, but for underflow.
 
     That is `DeviceItems.margin`, with the largest part that is residual of any of the users.
     """
@@ -163,7 +171,7 @@ def write_entries(
         width=width, depth=depth, height=tiles.users, lanes=LANES, size=columns.size,
         tile=tile, splits=SPLITS, room=entries.shape[2],
         stages=tiles.stages, skip=stage.skip, near=depth <= _NEAR_MOST, writing=writing, constraints=constraints,
-        num_warps=tiles.warps, maxnreg=min(255, _REGISTERS // (32 * tiles.warps * tiles.resident)),
+        num_warps=tiles.warps, maxnreg=tiles.registers,
     )  # fmt: skip
 
 
@@ -190,7 +198,8 @@ def keys_of(
         items.exact, nobody if items.own is None else items.own,
         kept, left_out, columns.ordinals, *hidden, keys, users * capacity, len(items.order),
         steps=steps, unroll=min(_UNROLLED, steps & -steps), size=columns.size, capacity=capacity, part=part,
-        cosine=items.own is not None, num_warps=max(1, min(4, part // 32)), enable_fp_fusion=False, maxnreg=64,
+        cosine=items.own is not None, num_warps=max(1, min(4, part // 32)), enable_fp_fusion=False,
+        maxnreg=EXACT_REGISTERS,
     )  # fmt: skip
     return keys
 

@@ -115,8 +115,11 @@ class DeviceItems:
         """Users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
         device = self.codes.device
         ours = moved(users, device)
-        theirs = ours if compared is users else moved(compared, device)
-        size, length = (each.double().square().sum(1).sqrt() for each in (ours, theirs))
+        size = ours.double().square().sum(1).sqrt()
+        theirs, length = ours, size
+        if compared is not users:
+            theirs = moved(compared, device)
+            length = theirs.double().square().sum(1).sqrt()
         scale = torch.ldexp(torch.ones_like(length), -torch.frexp(length).exponent).to(
             torch.float32
         )

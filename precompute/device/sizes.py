@@ -46,6 +46,10 @@ def stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
         seen = -(-blocks // stride)
 
 
+_REGISTERS = 1 << 16
+"""Of a multiprocessor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Shares of one program: `users` by `columns` of a product, `selected` users' bounds or keys, `scored` groups.
@@ -61,6 +65,11 @@ class Tiles:
     resident: int
     selected: int = 1
     scored: int = 64
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread of a product may have, so that `resident` programs fit."""
+        return min(255, _REGISTERS // (32 * self.warps * self.resident))
 
 
 def tiles_of(users: int, width: int, device: torch.device) -> Tiles:

@@ -60,17 +60,18 @@ def open_item_features(build: Build, spec: TowerSpec, count: int) -> ItemFeature
 class Place:
     """Device on which some shards of one build are encoded and compared: one of torch, or (None) the processor.
 
-    Who asks for a scorer and uses it holds `turn`: several at once would only share what computes.
+    Who asks for a scorer and uses it holds `turn`: several at once would only share what computes. On a device two may:
+    while the lists of one are copied the other's are computed.
     """
 
     def __init__(self, device: str | None, tasks: int = 1) -> None:
         self.device = device
         if device is not None:
             share_memory(device, tasks)
-        self.turn = threading.Lock()
+        self.turn = threading.BoundedSemaphore(1 if device is None else 2)
         self._made: dict[Metric, AnyScorer] = {}
         self._towers: dict[str, AnyTower] = {}
-        self._opening = threading.Lock()
+        self._opening, self._making = threading.Lock(), threading.Lock()
 
     def tower(self, build: Build, model: BundleModel) -> AnyTower:
         """A model of the one build, opened when first wanted; whoever asks may run it at once."""
@@ -81,9 +82,10 @@ class Place:
 
     def of(self, items: ItemTable, metric: Metric) -> AnyScorer:
         """The items, ready to be compared: made when first wanted; `items` are always those of the one build."""
-        if metric not in self._made:
-            self._made[metric] = self._make(items, metric)
-        return self._made[metric]
+        with self._making:
+            if metric not in self._made:
+                self._made[metric] = self._make(items, metric)
+            return self._made[metric]
 
     def _make(self, items: ItemTable, metric: Metric) -> AnyScorer:
         if self.device is not None:

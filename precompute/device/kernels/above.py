@@ -19,8 +19,8 @@ def above(
     those with `skip` only what lies between each skip + 1; each by one of a user's `splits` programs. Four groups have
     sixteen neighbouring columns (`Columns.columns_of`), so that a group's are in one thread. `counts` int32
     [n, splits, 4] are what there was, though only `room` fit. `items` is a descriptor of the codes in tiles; `near` has
-    users' stay in registers; `writing` is PTX (`hits`), on a GPU. A margin is a user's `reach` times
-    the block's `weight`, and `slack`.
+    users' stay in registers; `writing` is PTX (`hits`), on a GPU. A margin is a user's `reach` times the block's
+    `weight`, and `slack`.
     """
     rows = tl.program_id(0) * height + tl.arange(0, height)
     split = tl.program_id(1)
@@ -92,12 +92,8 @@ def _reaching(
     As `hits.writing`, for the interpreter.
     """
     for group in tl.static_range(many):
-        zero, one, two, three = (
-            members[4 * group],
-            members[4 * group + 1],
-            members[4 * group + 2],
-            members[4 * group + 3],
-        )
+        zero, one = members[4 * group], members[4 * group + 1]
+        two, three = members[4 * group + 2], members[4 * group + 3]
         highest = tl.maximum(tl.maximum(zero, one), tl.maximum(two, three))
         hit = (highest >= limit) & (number + 4 * group < real)
         written = hit & (taken < room)
@@ -113,8 +109,6 @@ def _reaching(
 @triton.jit
 def _halves(first, second):
     """int32 with the bits of two numbers in half precision, the first in its lower half."""
-    low, high = (
-        first.to(tl.float16).to(tl.int16, bitcast=True),
-        second.to(tl.float16).to(tl.int16, bitcast=True),
-    )
-    return (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
+    low = first.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    high = second.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return (high << 16) | (low & 0xFFFF)

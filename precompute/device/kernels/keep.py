@@ -34,7 +34,8 @@ def keep(
         slot = layer * capacity + place
         there = tl.load(counts + rows * segments + slot // room, mask=mine, other=0)
         most = tl.maximum(most, there)
-        new = new + (_bound_at(at + layer * (capacity * 4), slot % room < there),)
+        found = _bound_at(at + layer * (capacity * 4), slot % room < there)
+        new = new + (found,)  # noqa: RUF005 - Triton unpacks nothing
     needed = tl.load(wanted + users, mask=own, other=1)
     # At least `needed` reach the lower limit, or all there are; fewer reach the upper one.
     least, highest = old, old

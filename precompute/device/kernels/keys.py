@@ -31,12 +31,8 @@ def exact(
     # An item's bound is as much below its group's as its product is below the highest, but for the rounding of halves.
     highest = tl.maximum(tl.maximum(zero, one), tl.maximum(two, three))
     limit = tl.load(left_out + user) - bound + highest - tl.abs(highest) * 2.0**-9 - 2.0**-20
-    marks = (
-        (zero >= limit).to(tl.int32)
-        + (one >= limit) * 2
-        + (two >= limit) * 4
-        + (three >= limit) * 8
-    )
+    marks = _may_reach(zero, limit) + _may_reach(one, limit) * 2
+    marks += _may_reach(two, limit) * 4 + _may_reach(three, limit) * 8
     marks = tl.where(group == _NONE, 0, marks)
     group = tl.where(group == _NONE, 0, group)
     out = keys + user * (size * capacity) + at % capacity
@@ -86,11 +82,16 @@ def exact(
 
 @triton.jit
 def _both(halves):
-    """float32 of the two numbers of `_halves`."""
+    """float32 of the two numbers in half precision that an entry has in 32 bits."""
     low, high = halves.to(tl.int16), (halves >> 16).to(tl.int16)
-    return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(
-        tl.float32
-    )
+    low, high = low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _may_reach(score, limit):
+    """int32: 1 for a score that may reach a limit, before it was rounded to half precision."""
+    return (score + tl.abs(score) * 2.0**-10 >= limit).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=("count", "k"))

@@ -1,7 +1,13 @@
 """Reading the users of a shard: slice by slice, into chunks of who is computed and who is copied."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +15,7 @@ from numpy.typing import NDArray
 
 from cache.model.tower import Histories
 from cache.model.tower_spec import TowerSpec
+from cache.process.host import usable_cores
 from precompute.bulk.headroom import demand_disk
 from precompute.partitions.shard_files import PARTITION, first_hash
 from precompute.partitions.shard_input import ShardInput, read_shard, slice_shard, users_alone
@@ -19,6 +26,11 @@ from precompute.scoring.tables import GrowingFile
 from precompute.scoring.users.chunk import Chunk
 from precompute.scoring.users.published import given_features
 from precompute.scoring.users.work import ShardWork
+
+Read = TypeVar("Read")
+
+CORES_OF_A_READER, READERS_MOST = 4, 4
+"""Slices of a shard are read at once by at most so many, of whom each stands for so many cores of the host."""
 
 
 def inputs(work: ShardWork, scratch: Path) -> Iterator[tuple[ShardInput, range, int]]:
@@ -32,11 +44,36 @@ def inputs(work: ShardWork, scratch: Path) -> Iterator[tuple[ShardInput, range, 
             folder = users_alone(folder, work.number, work.reuse.touched, scratch)
         slices = slice_shard(folder, work.number, config.shards, scratch)
     count = config.shards * len(slices.numbers)
-    for number in slices.numbers:
-        with work.busy("read"):
-            found = read_shard(slices.folder, number, history_limit=config.history_limit)
+    read = partial(_timed, slices.folder, config.history_limit)
+    for number, (found, seconds) in zip(
+        slices.numbers, _in_order(read, slices.numbers), strict=True
+    ):
+        work.seconds["read"] += seconds
         hashes = range(first_hash(number, count), first_hash(number + 1, count))
         yield found, hashes, slices.numbers.stop - number - 1
+
+
+def _timed(folder: Path, history_limit: int, number: int) -> tuple[ShardInput, float]:
+    """A slice, and the seconds that reading it took."""
+    started = time.perf_counter()
+    found = read_shard(folder, number, history_limit=history_limit)
+    return found, time.perf_counter() - started
+
+
+def _in_order(read: Callable[[int], Read], numbers: range) -> Iterator[Read]:
+    """What is read of each, in their order: on a host of few cores one after the other, when it is asked for."""
+    readers = min(READERS_MOST, usable_cores() // CORES_OF_A_READER)
+    if readers < 2:
+        yield from map(read, numbers)
+        return
+    with ThreadPoolExecutor(readers, "read") as pool:
+        left = iter(numbers)
+        asked = deque(pool.submit(read, number) for number in islice(left, readers))
+        while asked:
+            found = asked.popleft().result()
+            asked.extend(pool.submit(read, number) for number in islice(left, 1))
+            yield found
+            del found  # kept by nobody here, however long it is used
 
 
 def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None) -> Iterator[Chunk]:

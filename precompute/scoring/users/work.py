@@ -34,6 +34,8 @@ CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
 CHUNK_BYTES = 32 << 20
 """Bytes that the results of a chunk may take; seven chunks are under way at most."""
+ON_DEVICE = 4
+"""Chunks of a device are so many times larger: it is idle before a chunk's first product and after its last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +95,8 @@ class ShardWork:
     def chunk_users(self) -> int:
         """Number of users in a chunk: at most CHUNK_USERS, fewer where their results would exceed CHUNK_BYTES."""
         width = 4 * self.bundle.dims + self.record_bytes
-        return max(1, min(CHUNK_USERS, CHUNK_BYTES // width))
+        times = 1 if self.place.device is None else ON_DEVICE
+        return max(1, times * min(CHUNK_USERS, CHUNK_BYTES // width))
 
     def pages(self, table: str) -> str:
         return f"tables/{table}/{self.number:04d}.pages"

@@ -24,7 +24,11 @@ TESTS = (
     "tests/integration/http/test_live_provider.py",
 )  # fmt: skip
 TESTS_S = 150.0
-BENCHES = {"gpu": ("tests.bench.gpu", 190.0), "shard": ("tests.bench.device.shard", 250.0)}
+BENCHES = {
+    "gpu": ("tests.bench.gpu", 190.0),
+    "equal": ("tests.bench.device.equal", 60.0),
+    "shard": ("tests.bench.device.shard", 180.0),
+}
 """Benches by the name of their results, and the seconds that each may take."""
 
 

@@ -80,8 +80,7 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
         "exact": lambda: fused.keys_of(on, columns, queries, hidden, kept, left_out, tiles),
         "best": lambda: fused.leading_of(keys, K, tiles),
     }
-    found = {stage: seconds(run) * 1e6 / count for stage, run in runs.items()}
-    return found | {"groups": float((kept[..., 1] != fused.NONE).sum(1).double().mean())}
+    return {stage: seconds(run) * 1e6 / count for stage, run in runs.items()}
 
 
 def square_users_per_s(dims: int, device: Any) -> float:

@@ -1,6 +1,10 @@
 """The kernels as they are compiled for an H100 or H200, on a machine that has none: what each needs, as JSON lines."""
 
 import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from triton.compiler import ASTSource
 from precompute.device import fused, sizes
 from precompute.device.kernels import above, hits, keep, keys
 
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 HOPPER = GPUTarget("cuda", 90, 32)
 HALF, FLOAT, INT, LONG = "*fp16", "*fp32", "*i32", "*i64"
 TYPES = {
@@ -33,13 +38,30 @@ def compiled(kernel: Any, options: dict[str, Any], **constants: Any) -> dict[str
     )
     done = triton.compile(source, target=HOPPER, options=options)
     code = done.asm["ptx"]
+    spilled, registers = used_by(code)
     return {
+        "registers": registers,
+        "spilled_bytes": spilled,
         "name": kernel.__name__,
         "shared_bytes": done.metadata.shared,
         "warpgroup_products": code.count("wgmma.mma_async"),
         "fused_multiply_adds": code.count("fma.rn"),
         "approximate_divisions": code.count("div.full") + code.count("div.approx"),
     }
+
+
+def used_by(code: str) -> tuple[int, int]:
+    """(bytes of registers that are kept in memory, registers of a thread) by Triton's own assembler."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(code)
+        command = [PTXAS, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".cubin")]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (spilled,), (registers,) = (
+        re.findall(r"(\d+) bytes spill stores", told),
+        re.findall(r"Used (\d+) registers", told),
+    )
+    return int(spilled), int(registers)
 
 
 def main() -> None:
@@ -53,13 +75,13 @@ def main() -> None:
             "splits": 8, "room": 64, "stages": tiles.stages, "skip": 3, "near": depth <= 256,
             "writing": writing, "constraints": constraints,
         }  # fmt: skip
-        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
         print(json.dumps(compiled(above.above, options, **shape)), flush=True)
     shape = {"height": 1, "segments": 32, "room": 64, "capacity": 256, "halvings": 12}
     print(json.dumps(compiled(keep.keep, {"num_warps": 8}, **shape)), flush=True)
     for cosine in (False, True):
         shape = {"steps": 32, "unroll": 8, "size": 4, "capacity": 256, "part": 64}
-        options = {"num_warps": 2, "enable_fp_fusion": False}
+        options = {"num_warps": 2, "enable_fp_fusion": False, "maxnreg": fused.EXACT_REGISTERS}
         print(json.dumps(compiled(keys.exact, options, **shape, cosine=cosine)), flush=True)
     shape = {"height": 1, "size": 4, "wide": 256, "most": 128}
     print(json.dumps(compiled(keys.leading, {"num_warps": 1}, **shape)), flush=True)

@@ -1,0 +1,55 @@
+"""Whole lists of a GPU beside the processor's, bit for bit: 100,000 users by a million items, histories out.
+
+Gaussian vectors of 128 numbers, K = 100. Nothing is timed: where a list differs the bench fails, and names its first
+user. LARDER_DEVICE chooses another device than the first GPU (`cpu`: torch's processor device, in a size for it);
+without any nothing is compared.
+"""
+
+import os
+
+import numpy as np
+
+from cache.topk.topk import Scorer
+from precompute.config.devices import devices
+from tests.bench.gpu import K, made
+from tests.bench.tools.harness import Report, parse
+
+SIZES = {"gpu": (100_000, 1_000_000), "gpu quick": (20_000, 262_144), "processor": (500, 8_192)}
+STEP = 4_000
+"""Users whose lists the processor makes at once."""
+
+
+def main() -> None:
+    """Compare and report; without a device only say so."""
+    options = parse(__doc__.splitlines()[0])
+    report = Report("equal", ("torch",))
+    found = devices(os.environ.get("LARDER_DEVICE", "auto"))
+    report.figures["device"] = found[0] if found else "none: nothing is measured"
+    if found:
+        from precompute.device.scorer import DeviceScorer
+
+        kind = "processor" if found[0] == "cpu" else "gpu quick" if options.quick else "gpu"
+        users, items = SIZES[kind]
+        case = made(users, items, 128)
+        scorer = DeviceScorer.of(case.items, "inner_product", found[0])
+        if scorer is None:
+            raise SystemExit(f"{found[0]} cannot be used: the log says why")
+        ordinals, scores = scorer.top(case.users, K, case.histories)
+        theirs = Scorer.of(case.items)
+        for start in range(0, users, STEP):
+            rows = np.arange(start, min(start + STEP, users))
+            wanted = theirs.top(case.users[rows], K, case.histories.take(rows))
+            same = (ordinals[rows] == wanted[0]).all(1)
+            same &= (scores[rows].view(np.uint32) == wanted[1].view(np.uint32)).all(1)
+            if not same.all():
+                raise SystemExit(
+                    f"the lists of {found[0]} differ, first that of user {rows[~same][0]}"
+                )
+        if scorer.has_failed:
+            raise SystemExit(f"{found[0]} failed: the log says why")
+        report.figures |= {"users": users, "items": items, "equal_users": users}
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()
