@@ -55,7 +55,14 @@ def used_by(code: str) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(code)
-        command = [PTXAS, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".cubin")]
+        command = [
+            str(PTXAS),
+            "-arch=sm_90a",
+            "-v",
+            str(path),
+            "-o",
+            str(path.with_suffix(".cubin")),
+        ]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     (spilled,), (registers,) = (
         re.findall(r"(\d+) bytes spill stores", told),
