@@ -46,7 +46,7 @@ _LEADING_MOST = 1 << 10
 _HALVINGS = 12
 """Halvings of a span of bounds, after which few groups are left between its ends."""
 EXACT_REGISTERS = 64
-"""Of a thread that adds exact sums: with more the compiler reads all ahead, and keeps most of it in memory."""
+"""Registers of a thread that adds exact sums: with more the compiler reads all ahead, and keeps most in memory."""
 _UNROLLED = 8
 """Steps of an exact sum whose numbers are read at once."""
 _ROUND_UP = 1 + 1e-6

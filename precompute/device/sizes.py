@@ -47,7 +47,7 @@ def stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
 
 
 _REGISTERS = 1 << 16
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
