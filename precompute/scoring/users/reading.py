@@ -61,7 +61,7 @@ def _timed(folder: Path, history_limit: int, number: int) -> tuple[ShardInput, f
 
 
 def _in_order(read: Callable[[int], Read], numbers: range) -> Iterator[Read]:
-    """Slices in their order: on a host of few cores each is read when it is asked for, on others some are read ahead."""
+    """Slices in their order: on a host of few cores each is read when it is asked for, on others some ahead."""
     readers = min(READERS_MOST, usable_cores() // CORES_OF_A_READER)
     if readers < 2:
         yield from map(read, numbers)
