@@ -148,8 +148,8 @@ class ServingConfig(SharedConfig, Bounds):
     fast_http: bool = True
     """False: every request goes through uvicorn, the routes and the ladder, as if nothing were there for speed alone.
     What one peer may cost is then bounded by uvicorn alone."""
-    advisor_keys: Annotated[int, Field(ge=0, le=1 << 20)] = 16_384
-    """Number of records that the L1 size advisor samples at most, of each worker; about 3 MiB. 0: no advisor."""
+    advisor_keys: Annotated[int, Field(ge=0, le=1 << 20)] = 65_536
+    """Number of records that the L1 size advisor samples at most, of each worker; about 12 MiB. 0: no advisor."""
 
     log: LogForm = "text"
     """Form of a log line. `json`: one object a line on standard error (`time`, `level`, `logger`, `message`, of

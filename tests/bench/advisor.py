@@ -4,8 +4,8 @@
   sizes of 1 % of the keys and more, over several seeds of the sample; `max_error_points_small`: the same from 0.1 %. On
   the trace `orm-busy` if LARDER_BENCH_DATA names the folder that holds `traces/`, else on a stream of Zipf.
 - `max_error_points_public`, `max_error_points_public_small`: the same against libCacheSim's LRU, over ten traces that
-  others published (`tests/bench/judges/public_traces.py` says where they are from); `..._x4` with four times as many
-  keys sampled. `make judges-env` installs libCacheSim, the traces have to lie in `traces/`.
+  others published (`tests/bench/judges/public_traces.py` says where they are from); `..._quarter` with a quarter of
+  the keys sampled. `make judges-env` installs libCacheSim, the traces have to lie in `traces/`.
 - `cost_share`: what it takes of the throughput of L1 hits, by the server's processor time: 1 - with / without
   (`LARDER_ADVISOR_KEYS=0`), in the same rounds.
 
@@ -45,8 +45,8 @@ Errors = NDArray[np.float64]
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 SHOWN = 0.01, 0.1
 IS_LARGE = np.array(SHARES) >= 0.01
-MORE = 4
-"""So many times the default of LARDER_ADVISOR_KEYS stands beside it."""
+FEWER = 4
+"""A part of so many of the default of LARDER_ADVISOR_KEYS stands beside it."""
 QUICK_READS = 200_000
 """Of each public trace, so many are judged with `--quick`."""
 
@@ -90,7 +90,7 @@ def public(report: Report, options: Options) -> None:
         report.figures["libCacheSim"] = ABSENT
         return
     keys_max = ServingConfig().advisor_keys
-    worst: dict[int, list[Errors]] = {keys_max: [], MORE * keys_max: []}
+    worst: dict[int, list[Errors]] = {keys_max: [], keys_max // FEWER: []}
     seeds = range(1 if options.quick else 3)
     for trace in TRACES:
         if trace.path() is None:
@@ -114,13 +114,13 @@ def public(report: Report, options: Options) -> None:
     report.absent += missing()
     if not worst[keys_max]:
         return
-    for most, suffix in ((keys_max, ""), (MORE * keys_max, f"_x{MORE}")):
+    for most, suffix in ((keys_max, ""), (keys_max // FEWER, "_quarter")):
         for name, chosen in (("public", IS_LARGE), ("public_small", ~IS_LARGE)):
             error = float(np.max(worst[most], axis=0)[chosen].max())
             report.ratios[f"max_error_points_{name}{suffix}"] = Ratio(
                 error, 1.0, len(seeds), error, 1.0
             )
-    report.promises[f"max_error_points_public_x{MORE}"] = Promise(most=1.0)
+    report.promises["max_error_points_public"] = Promise(most=1.0)
 
 
 def off(keys: Keys, capacities: list[int], keys_max: int, exact: Errors, seed: int) -> Errors:

@@ -131,7 +131,7 @@ def test_with_every_key_sampled_the_advisor_says_what_libcachesims_lru_does(
     assert {name: round(each.value, 6) for name, each in report.ratios.items()} == {
         f"max_error_points_public{size}{more}": 0.0
         for size in ("", "_small")
-        for more in ("", "_x4")
+        for more in ("", "_quarter")
     }
     assert report.promises.keys() <= report.ratios.keys()
 
