@@ -1,0 +1,53 @@
+"""Slices of a shard on a host of many cores: read by several, and given in their order."""
+
+import threading
+
+import pytest
+
+from precompute.scoring.users import reading
+
+
+@pytest.mark.parametrize("cores", [2, 16, 64])
+def test_slices_come_in_their_order_and_few_are_read_ahead(monkeypatch, cores):
+    monkeypatch.setattr(reading, "usable_cores", lambda: cores)
+    begun, lock, ahead = [], threading.Lock(), []
+
+    def read(number):
+        with lock:
+            begun.append(number)
+        return number * 10
+
+    found = []
+    for value in reading._in_order(read, range(3, 23)):
+        found.append(value)
+        ahead.append(len(begun) - len(found))
+
+    assert found == [number * 10 for number in range(3, 23)]
+    assert max(ahead) <= (reading.READERS_MOST if cores >= 8 else 0)
+
+
+def test_several_slices_are_read_at_once(monkeypatch):
+    monkeypatch.setattr(reading, "usable_cores", lambda: 16)
+    together = threading.Barrier(reading.READERS_MOST, timeout=30)
+
+    def read(number):
+        together.wait()  # ends only if as many others read
+        return number
+
+    assert [*reading._in_order(read, range(8))] == [*range(8)]
+
+
+@pytest.mark.parametrize("cores", [2, 16])
+def test_what_a_slice_raises_comes_in_its_place(monkeypatch, cores):
+    monkeypatch.setattr(reading, "usable_cores", lambda: cores)
+
+    def read(number):
+        if number == 2:
+            raise OSError("the disk is gone")
+        return number
+
+    slices = reading._in_order(read, range(6))
+
+    assert [next(slices), next(slices)] == [0, 1]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(slices)
