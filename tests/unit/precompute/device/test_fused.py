@@ -286,6 +286,30 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
             assert left_out[row].item() <= np.sort(bounds[row][there[row]])[-wanted[row]]
 
 
+def test_a_member_whose_product_was_rounded_down_is_scored():
+    # Given a group whose second member is hardly above what was left out, until its product is written in half
+    held = DeviceItems.of(
+        Compared.of(np.ones((4, 1), np.float32), "inner_product"), WHERE, torch.float16, fused.GROUP
+    )
+    users = np.ones((1, 1), np.float32)
+    scores, margin = np.array([0.001, -0.50026, -0.9, -0.9], np.float32), np.float32(0.01)
+    assert np.float16(scores[1]) < scores[1] - 2e-4
+    entry = np.full((1, 32, 4), fused.NONE, np.int32)
+    entry[0, 0, 0] = (scores.max() + margin).view(np.int32)
+    entry[0, 0, 1] = 0
+    entry[0, 0, 2:] = scores.astype(np.float16).view(np.int32)
+    left_out = torch.tensor([float(scores[1] + margin) - 1e-5], device=WHERE)
+    nobody = torch.empty(0, dtype=torch.int64, device=WHERE)
+    hidden = fused.hidden_of((nobody, nobody), 1, 4)
+
+    keys = fused.keys_of(
+        held, held.whole, held.queries(users, users), hidden, torch.from_numpy(entry).to(WHERE),
+        left_out, tiles_of(1, 8, WHERE),
+    )  # fmt: skip
+
+    assert (keys != WORST).sum() == 2
+
+
 @pytest.mark.parametrize(("wide", "k"), [(4, 1), (64, 10), (64, 64), (64, 70), (2048, 5)])
 def test_the_best_keys_are_those_of_the_operators(wide, k):
     keys = torch.randint(-(2**62), 2**62, (5, 4, wide), device=WHERE)
