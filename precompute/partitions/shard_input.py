@@ -31,7 +31,7 @@ from precompute.partitions.shard_files import (
     shard_paths,
 )
 from precompute.partitions.user_tables import vectors_of
-from precompute.sources.columns import Ids, hashes_of_texts, raws_of
+from precompute.sources.columns import Ids, hashes_of_texts
 
 Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
 
@@ -62,10 +62,11 @@ class Slices:
 class ShardInput:
     """Entities in hash order; `ordinals[indptr[i]:indptr[i + 1]]` is entity i's history, oldest first.
 
-    All of it, so that nothing of it comes back into a list; models are given the newest `history_limit` items.
+    Their ids are Arrow strings in one piece, so that nothing is done for each of millions in Python. Of a history
+    there is all, so that nothing of it comes back into a list; models are given the newest `history_limit` items.
     """
 
-    ids: list[bytes]
+    ids: Any
     hashes: NDArray[np.uint64]
     indptr: NDArray[np.int64]
     ordinals: NDArray[np.int64]
@@ -81,7 +82,7 @@ class ShardInput:
         histories = Histories(self.indptr, self.ordinals).take(rows)
         times = None if self.times is None else Histories(self.indptr, self.times).take(rows)
         return ShardInput(
-            ids=[self.ids[row] for row in rows.tolist()],
+            ids=self.ids.take(pa.array(rows)),
             hashes=self.hashes[rows],
             indptr=histories.indptr,
             ordinals=histories.indices,
@@ -250,7 +251,7 @@ def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:
 
     row_of = first_rows(hashes, features)
     return ShardInput(
-        ids=raws_of(names),
+        ids=names,
         hashes=hashes,
         indptr=np.searchsorted(users, np.arange(len(hashes) + 1)),
         ordinals=np.asarray(ordinals, np.int64),

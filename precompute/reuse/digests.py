@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.format.ids import fingerprints
+from cache.format.ids import FINGERPRINT_SEED
 from precompute.partitions.shard_input import ShardInput
 from precompute.sources.columns import is_text, text_hashes
 
@@ -87,7 +87,8 @@ def of_users(entities: ShardInput, items: Digests) -> Digests:
 
     Where it publishes the times of histories, these too: who is copied has them as whoever is computed.
     """
-    found = of_rows(items[entities.ordinals], entities.indptr) ^ mixed(fingerprints(entities.ids))
+    found = of_rows(items[entities.ordinals], entities.indptr)
+    found ^= mixed(text_hashes(entities.ids, FINGERPRINT_SEED))
     found = mixed(found + of_columns(entities.features, len(found)))
     if entities.vectors is not None:
         bits = np.ascontiguousarray(entities.vectors).view(np.uint32).astype(np.uint64)

@@ -33,7 +33,7 @@ def with_drawn_histories(
         for best in exact_neighbours(np.asarray(items.vectors), given[rows], metric)
     ]
     return ShardInput(
-        ids=[entities.ids[row] for row in rows.tolist()],
+        ids=entities.ids.take(pa.array(rows)),
         hashes=entities.hashes[rows],
         indptr=np.cumsum([0, *map(len, histories)]),
         ordinals=np.concatenate(histories),

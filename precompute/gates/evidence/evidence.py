@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from cache.errors import CorruptArtefact
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
-from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import Manifest, Table
 from cache.model.tower import Histories, Inputs, Tower
@@ -27,6 +26,7 @@ from precompute.partitions.item_features import ItemFeatures
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.drawn_histories import with_drawn_histories
 from precompute.scoring.inputs import bind, usable_inputs
+from precompute.sources.columns import text_hashes
 
 ITEM_STRATUM = 64
 DRAWN_SEED = 1
@@ -141,7 +141,7 @@ class Evidence:
         """(positions here, positions in the live generation) of the sampled users that both have."""
         if self.live_users is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        hashes = hash_ids(self.users.users.ids, self.live_users.seed)
+        hashes = text_hashes(self.users.users.ids, self.live_users.seed)
         before = self.live_users.find_many(hashes)
         return self.users.positions[before >= 0], before[before >= 0]
 

@@ -24,7 +24,7 @@ from precompute.partitions.shard_files import (
 )
 from precompute.partitions.shard_input import ShardInput, scratch_folder, slice_shard
 from precompute.partitions.user_tables import VECTOR
-from precompute.sources.columns import raws_of, text_hashes
+from precompute.sources.columns import text_hashes
 
 SHARDS_MAX: Final = 16
 """Partition files read at most: all of a usual night, spread over the hash range of a large one."""
@@ -197,7 +197,7 @@ def _inputs(
     kept = [list(each) for each in seen]
     at = pc.index_in(wanted, features.column(HASH))
     inputs = ShardInput(
-        ids=raws_of(users.column("user")),
+        ids=users.column("user").combine_chunks(),
         hashes=hashes[picked],
         indptr=np.cumsum([0, *(len(each) for each in kept)]),
         ordinals=np.array([ordinal for each in kept for ordinal in each], np.int64),
@@ -215,8 +215,8 @@ def _vectors(users: ShardInput, given: Any) -> NDArray[np.float32]:
     dims = given.schema.field(VECTOR).type.list_size
     found = np.full((len(users.ids), dims), np.nan, np.float32)
     names = given.column("user").combine_chunks()
-    for row, raw in enumerate(users.ids):
-        at = pc.index(names, pa.scalar(raw.decode(), names.type)).as_py()
+    for row, name in enumerate(users.ids):
+        at = pc.index(names, name).as_py()
         if at >= 0:
             found[row] = given.column(VECTOR)[at].as_py()
     return found
@@ -225,7 +225,7 @@ def _vectors(users: ShardInput, given: Any) -> NDArray[np.float32]:
 def _joined(parts: list[ShardInput]) -> ShardInput:
     lengths = np.concatenate([np.diff(part.indptr) for part in parts])
     return ShardInput(
-        ids=[raw for part in parts for raw in part.ids],
+        ids=pa.concat_arrays([part.ids for part in parts]),
         hashes=np.concatenate([part.hashes for part in parts]),
         indptr=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
         ordinals=np.concatenate([part.ordinals for part in parts]),

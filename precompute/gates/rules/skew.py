@@ -19,6 +19,7 @@ from precompute.gates.evidence.gate import judgement
 from precompute.gates.evidence.verdict import Measured, at_least, not_measured, worst_of
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.inputs import usable_inputs
+from precompute.sources.columns import raws_of
 
 SKEW_SAMPLE: Final = 200
 
@@ -120,7 +121,7 @@ def _asked(
             # Whoever brought a vector along was not answered by the tower.
             rows = rows[~users.has_vector[rows]]
         rows = few(rows, SKEW_SAMPLE)
-        positions, raws = evidence.users.positions[rows], [users.ids[row] for row in rows.tolist()]
+        positions, raws = evidence.users.positions[rows], raws_of(users.ids.take(rows))
         sources = [
             LiveInput(
                 history=tuple(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from cache.model.tower import Histories
@@ -17,7 +18,8 @@ from precompute.sources.unusable import Case
 class Chunk:
     """Some users in hash order on their way from the partition to the pages."""
 
-    ids: list[bytes]
+    ids: Any
+    """Arrow strings."""
     hashes: NDArray[np.uint64]
     histories: Histories
     features: Mapping[str, Mapping[str, NDArray[Any]]]
@@ -46,13 +48,13 @@ class Chunk:
 
     def case(self, row: int) -> Case:
         """Name of a user as a report gives it."""
-        return {"user": self.ids[row].decode()}
+        return {"user": self.ids[row].as_py()}
 
     def stay(self, which: NDArray[np.bool_]) -> None:
         """Lets the users of a mask go, whose records are copied after all."""
         left = np.flatnonzero(~which)
         self.copied.stay(which)
-        self.ids = [self.ids[row] for row in left.tolist()]
+        self.ids = self.ids.take(pa.array(left))
         self.hashes, self.marks = self.hashes[left], self.marks[left]
         self.histories, self.seen = self.histories.take(left), self.seen.take(left)
         self.times = None if self.times is None else self.times.take(left)

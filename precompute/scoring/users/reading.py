@@ -123,6 +123,7 @@ def chunks_of(
         reached = 0
         for part, own in copied.parts(work.chunk_users):
             rows = rows_of_any[own]
+            places = pa.array(rows)
             reached += len(part.hashes)
             own_features = {
                 model: {name: column[rows] for name, column in columns.items()}
@@ -130,14 +131,14 @@ def chunks_of(
             }
             given = None
             if work.publishes_features:
-                tower, places = work.models["user_tower"].spec, pa.array(rows)
+                tower = work.models["user_tower"].spec
                 columns_given = {
                     name: each.take(places) for name, each in entities.features.items()
                 }
                 given = given_features(tower, columns_given, ~entities.has_vector[rows])
             yield (
                 Chunk(
-                    ids=[entities.ids[row] for row in rows.tolist()],
+                    ids=entities.ids.take(places),
                     hashes=entities.hashes[rows],
                     histories=histories.take(rows),
                     features=own_features,

@@ -43,7 +43,7 @@ def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) ->
     found: Answers = chunk.outputs[model]
     has_answer = chunk.answered[model]
     if table.kind == "user_topk":
-        if not chunk.ids:
+        if not len(chunk.ids):
             return np.empty(0, work.layouts[name].dtype)
         found = chunk.lists.pop(name)
         if name not in work.allowed:  # under a filter lists are short, and a gate knows how short

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.ids import fingerprints
+from cache.format.ids import FINGERPRINT_SEED
 from cache.format.item_table import ItemTable
 from cache.format.records.layout import Layout
 from cache.model.tower import AnyTower
@@ -28,6 +28,7 @@ from precompute.scoring.inputs import bind
 from precompute.scoring.shard import Place, Scorers
 from precompute.scoring.towers import run_named
 from precompute.scoring.users.chunk import Chunk
+from precompute.sources.columns import text_hashes
 from precompute.sources.unusable import NOT_FINITE, Unusable
 
 CHUNK_USERS = 16_384
@@ -120,7 +121,7 @@ class ShardWork:
 
     def encode(self, chunk: Chunk) -> Chunk:
         """Adds the outputs of the towers to a chunk; its features are dropped, nothing needs them after."""
-        chunk.marks = fingerprints(chunk.ids)
+        chunk.marks = text_hashes(chunk.ids, FINGERPRINT_SEED)
         with self.busy("tower"):
             towers = self._towers()
             everybody = np.ones(len(chunk.ids), np.bool_)
@@ -191,7 +192,7 @@ class ShardWork:
 
     def score(self, chunk: Chunk) -> Chunk:
         """Adds the lists of each table of lists to a chunk."""
-        if not chunk.ids:
+        if not len(chunk.ids):
             return chunk
         threads = self.build.config.threads or None
         with self.place.turn, self.busy("topk"):

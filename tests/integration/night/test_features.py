@@ -202,7 +202,8 @@ def test_calibration_takes_the_first_shard_with_usable_input(config):
     users = pq.read_table(config.path("users.parquet"))
     partition(config, items, root / "work/partition", before=None, feature_columns=["taste"])
     last = read_shard(root / "work/partition", 7, history_limit=10)
-    keep = pa.array([each.encode() in last.ids for each in users["user"].to_pylist()])
+    known = set(last.ids.to_pylist())
+    keep = pa.array([each in known for each in users["user"].to_pylist()])
     pq.write_table(users.filter(keep), config.path("users.parquet"))
 
     build = begin.run(config, data_until=nights.UNTIL, run_after=None)

@@ -1,5 +1,7 @@
 """The host beside a device: what Python does for a shard does not grow with its users."""
 
+import gc
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -11,16 +13,23 @@ from tests.devices import DEVICE
 
 pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
 
-from tests.bench.device.drawn import DrawnShards, DrawnSize
+from precompute.builds.build import Build, open_bundle
+from precompute.scoring.users.reading import read_users
+from precompute.scoring.users.work import ShardWork
+from tests.bench.device.drawn import SHARDS, DrawnShards, DrawnSize
 
 USERS = 1_000
 
 
-def calls(folder: Path, users: int, redis_url: str) -> Counter[str]:
-    """Calls of all functions, those of C among them, in the threads that score shards of so many users."""
+def drawn(folder: Path, users: int, redis_url: str) -> DrawnShards:
     device = "cuda:0" if DEVICE == "cuda" else DEVICE
     size, programs = DrawnSize(users, 300, 8), DEVICE == "cuda"
-    shards = DrawnShards(folder, size, device, redis_url, programs=programs)
+    return DrawnShards(folder, size, device, redis_url, programs=programs)
+
+
+def calls(folder: Path, users: int, redis_url: str) -> Counter[str]:
+    """Calls of all functions, those of C among them, in the threads that score shards of so many users."""
+    shards = drawn(folder, users, redis_url)
     shards.run()
     seen: Counter[str] = Counter()
 
@@ -44,3 +53,36 @@ def test_no_function_is_called_once_per_user(tmp_path: Path, redis_url: str) -> 
     grown = {name: count - few[name] for name, count in many.items()}
     assert sum(many.values()) > 500
     assert {name: more for name, more in grown.items() if more > USERS / 10} == {}
+
+
+def objects(folder: Path, users: int, redis_url: str) -> int:
+    """Python's objects that the chunks of so many users are made of, their outputs among them."""
+    shards = drawn(folder, users, redis_url)
+    build = Build.of(shards.config, shards.build)
+    works = [
+        ShardWork.of(build, open_bundle(build), shard, shards.scorers) for shard in range(SHARDS)
+    ]
+
+    def chunks() -> list[Any]:
+        return [
+            each.encode(chunk)
+            for each in works
+            for chunk in read_users(each, build.root / "scratch")
+        ]
+
+    assert sum(len(each.ids) for each in chunks()) == users
+    gc.collect()
+    before = sys.getallocatedblocks()
+    held = chunks()
+    gc.collect()
+    found = sys.getallocatedblocks() - before
+    held.clear()
+    return found
+
+
+def test_no_object_is_held_for_each_user(tmp_path: Path, redis_url: str) -> None:
+    few = objects(tmp_path / "few", USERS, redis_url)
+    many = objects(tmp_path / "many", 4 * USERS, redis_url)
+
+    assert few > 0
+    assert many - few < USERS / 10

@@ -53,9 +53,9 @@ def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> No
     for limit in (5, 1000):
         night = read_shard(tmp_path, 0, history_limit=limit)
         sample = sample_users(tmp_path, entities, directory, history_limit=limit)
-        row_of = {raw: row for row, raw in enumerate(night.ids)}
-        for row, raw in enumerate(sample.users.ids):
-            theirs = row_of[raw]
+        row_of = {name: row for row, name in enumerate(night.ids.to_pylist())}
+        for row, name in enumerate(sample.users.ids.to_pylist()):
+            theirs = row_of[name]
             ours = sample.users.ordinals[sample.users.indptr[row] : sample.users.indptr[row + 1]]
             found = night.ordinals[night.indptr[theirs] : night.indptr[theirs + 1]]
             assert ours.tolist() == found.tolist()
@@ -66,8 +66,8 @@ def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> No
 def test_a_repeated_choice_is_no_new_one(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, [("a", 1, 10), ("a", 2, 20), ("a", 1, 30), ("b", 1, 5)])
     sample = sample_users(tmp_path, entities, directory, history_limit=10)
-    last = dict(zip(sample.users.ids, sample.last.tolist(), strict=True))
-    assert last == {b"a": 20, b"b": 5}
+    last = dict(zip(sample.users.ids.to_pylist(), sample.last.tolist(), strict=True))
+    assert last == {"a": 20, "b": 5}
     assert seen_by(tmp_path, 0, ["a"]) == {("a", 1), ("a", 2)}
 
 
@@ -77,7 +77,7 @@ def test_a_large_shard_is_sampled_from_its_first_slice(tmp_path: Path, monkeypat
     sample = sample_users(tmp_path, entities, directory, history_limit=10)
     night = read_shard(tmp_path, 0, history_limit=10)
     assert 0 < sample.in_source < len(night.ids)
-    assert set(sample.users.ids) <= set(night.ids[: sample.in_source])
+    assert set(sample.users.ids.to_pylist()) <= set(night.ids[: sample.in_source].to_pylist())
     assert not list(tmp_path.glob(".slices*"))
 
 

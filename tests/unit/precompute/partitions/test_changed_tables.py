@@ -150,7 +150,8 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
                 part.ordinals[a:b].tolist()
                 for a, b in zip(part.indptr, part.indptr[1:], strict=False)
             ]
-            found |= {raw.decode(): each for raw, *each in zip(part.ids, ages_, spans, strict=True)}
+            names = part.ids.to_pylist()
+            found |= {name: each for name, *each in zip(names, ages_, spans, strict=True)}
         return found
 
     values: EntityValues = {

@@ -87,9 +87,9 @@ def histories(config, tmp_path, **options):
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=1000)
         assert (part.hashes[1:] > part.hashes[:-1]).all()
-        for row, raw in enumerate(part.ids):
+        for row, name in enumerate(part.ids.to_pylist()):
             ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
-            found[raw.decode()] = items.ids_of(ordinals.astype(np.uint32))
+            found[name] = items.ids_of(ordinals.astype(np.uint32))
     return seen, found
 
 
@@ -205,9 +205,9 @@ def test_models_get_the_newest_items_of_a_long_history_and_nothing_of_it_comes_b
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=4)
         _, given, _ = usable_inputs(items, part, {"user_tower": TowerSpec((spec,), "v", 4)})
-        for row, raw in enumerate(part.ids):
+        for row, name in enumerate(part.ids.to_pylist()):
             ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
-            assert items.ids_of(ordinals.astype(np.uint32)) == whole[raw.decode()]
+            assert items.ids_of(ordinals.astype(np.uint32)) == whole[name]
             newest = given.indices[given.indptr[row] : given.indptr[row + 1]]
             assert newest.tolist() == items.to_model(Ordinals(ordinals[-4:])).tolist()
 
@@ -221,11 +221,11 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
     for shard in range(config.shards):
         whole = read_shard(folder, shard, history_limit=9)
         slices = slice_shard(folder, shard, config.shards, scratch, rows=rows)
-        assert len(slices.numbers) > 1 or not whole.ids
+        assert len(slices.numbers) > 1 or not len(whole.ids)
         parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.numbers]
-        found = [(len(set(each.ids)), len(set(each.hashes.tolist()))) for each in parts]
+        found = [(len(set(each.ids.to_pylist())), len(set(each.hashes.tolist()))) for each in parts]
         assert list(count_distinct(slices)) == found
-        assert [each for part in parts for each in part.ids] == whole.ids
+        assert pa.concat_arrays([part.ids for part in parts]) == whole.ids
         for name in ("hashes", "ordinals"):
             joined = np.concatenate([getattr(part, name) for part in parts])
             assert np.array_equal(joined, getattr(whole, name))
@@ -254,7 +254,7 @@ def test_many_slices_are_cut_in_two_passes_with_few_files_open(config, tmp_path,
     slices = slice_shard(folder, 0, 1, scratch, rows=5)
 
     parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.numbers]
-    assert [each for part in parts for each in part.ids] == whole.ids
+    assert pa.concat_arrays([part.ids for part in parts]) == whole.ids
     assert len(parts) > 9 >= max(opened)
     assert not list((scratch / "rough").iterdir())
 
@@ -311,10 +311,10 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
     with pytest.raises(SourceError, match="no entity of the sources has the inputs"):
         input_samples.sample_inputs(made, items, model)
 
-    assert [each for part in found for each in part.ids] == [
-        each for part in whole for each in part.ids
-    ]
-    assert len(found) > sum(1 for part in whole if part.ids)
+    assert pa.concat_arrays([part.ids for part in found]) == pa.concat_arrays(
+        [part.ids for part in whole]
+    )
+    assert len(found) > sum(1 for part in whole if len(part.ids))
     assert not list(folder.glob(".slices*"))
 
 
@@ -367,9 +367,7 @@ def test_features_are_aligned_with_their_entities(config, tmp_path):
     ages: dict[str, int | None] = {}
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=10)
-        ages |= dict(
-            zip([raw.decode() for raw in part.ids], part.features["age"].to_pylist(), strict=True)
-        )
+        ages |= dict(zip(part.ids.to_pylist(), part.features["age"].to_pylist(), strict=True))
     assert ages == {"007": 7, "7": None, "ü/1": None, "u4": 40, "u5": None, "only-features": 50}
 
 
@@ -411,7 +409,7 @@ def test_a_given_up_page_file_and_its_retry_do_not_share_a_file(tmp_path):
 
 def test_two_models_that_name_an_input_alike_get_their_own_columns():
     entities = ShardInput(
-        [b"a", b"b", b"c"],
+        pa.array(["a", "b", "c"]),
         np.zeros(3, np.uint64),
         np.array([0, 1, 2, 2]),
         np.array([0, 1]),

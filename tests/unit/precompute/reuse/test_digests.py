@@ -139,7 +139,7 @@ def entities(users: list[Parts]) -> ShardInput:
     }
     vectors = np.array([each["vector"] for each in users], np.float32).reshape(-1, 2)
     return ShardInput(
-        ids=[b"%d" % row for row in range(len(users))],
+        ids=pa.array([str(row) for row in range(len(users))], pa.string()),
         hashes=np.arange(len(users), dtype=np.uint64),
         indptr=np.cumsum([0, *(len(each["history"]) for each in users)]),
         ordinals=np.array([item for each in users for item in each["history"]], np.int64),

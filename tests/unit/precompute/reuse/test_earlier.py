@@ -65,9 +65,9 @@ class Night:
         for shard in range(SHARDS):
             part = read_shard(self.folder, shard, history_limit=5)
             pairs = paired(part, of_users(part, self.items.directory.hashes()))
-            for row, raw in enumerate(part.ids):
+            for row, name in enumerate(part.ids.to_pylist()):
                 history = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
-                told[raw.decode()] = (
+                told[name] = (
                     shard, int(part.hashes[row]), self.items.ids_of(history.astype(np.uint32)),
                     part.features["age"][row].as_py(), int(pairs["digest"][row]),
                 )  # fmt: skip

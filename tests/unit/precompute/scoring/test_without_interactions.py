@@ -29,7 +29,7 @@ def entities(count: int, without: tuple[int, ...] = ()) -> ShardInput:
     vectors = RNG.normal(size=(count, DIMS)).astype(np.float32)
     vectors[list(without)] = np.nan
     return ShardInput(
-        ids=[f"u{row}".encode() for row in range(count)],
+        ids=pa.array([f"u{row}" for row in range(count)], pa.string()),
         hashes=np.arange(count, dtype=np.uint64),
         indptr=np.zeros(count + 1, np.int64),
         ordinals=np.empty(0, np.int64),
@@ -54,7 +54,7 @@ def test_a_drawn_history_holds_some_of_the_items_that_suit_its_user_best(metric:
 
     assert given.vectors is not None and drawn.vectors is not None
     kept = [row for row in range(40) if row not in (0, 7)]
-    assert drawn.ids == [given.ids[row] for row in kept]
+    assert drawn.ids == given.ids.take(pa.array(kept))
     assert drawn.features["age"].to_pylist() == kept
     assert np.array_equal(drawn.hashes, given.hashes[kept])
     best = np.argsort(-scored(given.vectors[kept], metric), axis=1)[:, :100]
