@@ -1,6 +1,5 @@
 """Reading the users of a shard: slice by slice, into chunks of who is computed and who is copied."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -39,25 +38,14 @@ def inputs(work: ShardWork, scratch: Path) -> Iterator[tuple[ShardInput, range, 
     With a base, perhaps only of the users whose inputs have to be looked at.
     """
     config, folder = work.build.config, work.build.root / PARTITION
-    with work.busy("read"):
-        if work.reuse is not None and work.reuse.touched is not None:
-            folder = users_alone(folder, work.number, work.reuse.touched, scratch)
-        slices = slice_shard(folder, work.number, config.shards, scratch)
+    if work.reuse is not None and work.reuse.touched is not None:
+        folder = users_alone(folder, work.number, work.reuse.touched, scratch)
+    slices = slice_shard(folder, work.number, config.shards, scratch)
     count = config.shards * len(slices.numbers)
-    read = partial(_timed, slices.folder, config.history_limit)
-    for number, (found, seconds) in zip(
-        slices.numbers, _in_order(read, slices.numbers), strict=True
-    ):
-        work.seconds["read"] += seconds
+    read = partial(read_shard, slices.folder, history_limit=config.history_limit)
+    for number, found in zip(slices.numbers, _in_order(read, slices.numbers), strict=True):
         hashes = range(first_hash(number, count), first_hash(number + 1, count))
         yield found, hashes, slices.numbers.stop - number - 1
-
-
-def _timed(folder: Path, history_limit: int, number: int) -> tuple[ShardInput, float]:
-    """A slice, and the seconds that reading it took."""
-    started = time.perf_counter()
-    found = read_shard(folder, number, history_limit=history_limit)
-    return found, time.perf_counter() - started
 
 
 def _in_order(read: Callable[[int], Read], numbers: range) -> Iterator[Read]:

@@ -53,7 +53,8 @@ def score_users(
         if work.reuse is not None:
             reasons = stack.enter_context(GrowingFile(build.path(reasons_file(shard))))
         stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
-        encoded = stages.ahead(work.encoded(stages.ahead(read_users(work, scratch, pairs))))
+        read = stages.ahead(work.counted("read", read_users(work, scratch, pairs)))
+        encoded = stages.ahead(work.encoded(read))
         for chunk in stages.ahead(work.scored(encoded)):
             with work.busy("write"):
                 write(work, chunk, files, directory, reasons)

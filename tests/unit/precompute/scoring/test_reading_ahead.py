@@ -1,10 +1,12 @@
 """Slices of a shard on a host of many cores: read by several, and given in their order."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from precompute.scoring.users import reading
+from precompute.scoring.users import reading, work
+from precompute.scoring.users.work import ShardWork
 
 
 @pytest.mark.parametrize("cores", [2, 16, 64])
@@ -51,3 +53,25 @@ def test_what_a_slice_raises_comes_in_its_place(monkeypatch, cores):
     assert [next(slices), next(slices)] == [0, 1]
     with pytest.raises(OSError, match="the disk is gone"):
         next(slices)
+
+
+def test_a_stage_is_busy_while_a_chunk_is_made_and_not_while_it_is_used(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=lambda: now))
+    shard = object.__new__(ShardWork)
+    object.__setattr__(shard, "seconds", {"read": 0.5})
+
+    def made():
+        nonlocal now
+        for each in range(3):
+            now += 2.0
+            yield each
+        now += 1.0
+
+    found = []
+    for each in shard.counted("read", made()):
+        now += 50.0
+        found.append(each)
+
+    assert found == [0, 1, 2]
+    assert shard.seconds == {"read": 0.5 + 3 * 2.0 + 1.0}
