@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from cache.errors import BundleError
+from precompute.config.device_failures import is_full
 
 _MEMBERS = re.compile(
     r"data/weights/(weight_\d+|model_weights_config\.json)"
@@ -109,7 +110,7 @@ class Program:
             if under_way is not None:
                 yield under_way()
         except RuntimeError as error:
-            if not _is_full(error):
+            if not is_full(error):
                 raise
             raise MemoryError(str(error)) from error
         finally:
@@ -146,7 +147,7 @@ class Program:
         try:
             found = self._run(*tensors)
         except Exception as error:  # the compiler may stumble over a shape that is new to it
-            if self._run is self._plain or _is_full(error):
+            if self._run is self._plain or is_full(error):
                 raise
             _log.warning("the program goes on uncompiled: %s", error)
             self._run = self._plain
@@ -162,17 +163,12 @@ class Program:
             compiled = torch.compile(self._plain, dynamic=True)
             compiled(*tensors)
         except Exception as error:  # the compiler's errors share no base class of their own
-            if _is_full(error):
+            if is_full(error):
                 raise
             _log.warning("the program is not compiled: %s", error)
         else:
             self._run = compiled
         self._is_warm = True
-
-
-def _is_full(error: Exception) -> bool:
-    """True if the device is out of memory, for which cuBLAS has an error of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
 
 
 def _rewritten(path: Path) -> bytes:

@@ -56,6 +56,8 @@ _ENTRY_BYTES = 16
 _NOTHING = float("-inf")
 _PROBED = 9000
 """Items, of two stages."""
+_SHORTEST = 0.25
+"""Users that are scaled are at least half as long as one."""
 _ROUNDED = 2.0**-9
 """More than a bound of at most one and a little may be above its product and the margin."""
 
@@ -133,9 +135,11 @@ def kept_of(
 def weight_of(items: DeviceItems, columns: Columns, queries: Queries) -> torch.Tensor:
     """float32 [blocks]: times a user's length with its residual it is no smaller than her margin, but for underflow.
 
-    That is `DeviceItems.margin`, with the largest part that is residual of any of the users.
+    That is `DeviceItems.margin`, with the largest part that is residual of any of the users. Those who are too short to
+    be scaled like all others are left out: their products are zero, or their lists nobody relies on.
     """
-    part = (queries.residual / (queries.length + queries.residual)).amax()
+    parts = queries.residual / (queries.length + queries.residual)
+    part = torch.where(queries.length >= _SHORTEST, parts, 0.0).amax()
     weight = items.weight(columns.block_longest, columns.block_residual)
     return (weight + part * columns.block_longest) * _ROUND_UP
 

@@ -19,6 +19,8 @@ _NORMAL = {torch.float16: 2.0**-14}
 """Smaller numbers are left to the residual: not every GPU multiplies them."""
 _OUT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 UNDERFLOW = 2.0**-24
+_POWER_MOST = 126
+"""With it what is shorter than float32's normal numbers is still short, and no number of it infinite."""
 _MULTIPLE = 8
 _PART = 1 << 16
 _PROBED = 256
@@ -120,9 +122,8 @@ class DeviceItems:
         if compared is not users:
             theirs = moved(compared, device)
             length = theirs.double().square().sum(1).sqrt()
-        scale = torch.ldexp(torch.ones_like(length), -torch.frexp(length).exponent).to(
-            torch.float32
-        )
+        power = (-torch.frexp(length).exponent).clamp(max=_POWER_MOST)
+        scale = torch.ldexp(torch.ones_like(length), power).to(torch.float32)
         own = None if self.own is None else moved(own_lengths(users), device)
         return Queries(
             in_order(ours), own, *encoded(theirs, scale[:, None], self.codes.dtype), scale, size

@@ -13,23 +13,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cache.errors import LarderError
 from cache.model.ranking import Metric, unit
 from cache.model.tower import Histories
 from cache.topk.compiled import fits, long_enough
 from cache.topk.flat import Compared, Top, lengths
 from cache.topk.topk import Scorer, checked
+from precompute.config.device_failures import is_full, is_of_device
 from precompute.device.columns import Columns
 from precompute.device.exact import same_bits, unpacked
 from precompute.device.items import DeviceItems, fetched, slice_of
 from precompute.device.probe import kernels_for
-from precompute.device.search import SearchShape, search
+from precompute.device.search import SearchShape, search, shape_of
 
 UNDER_WAY = 3
 """Slabs under way with a GPU: one is in work there, one waits for it, and one is copied. All are in one stream: side by
 side they would end together, and the GPU then waits for all to be copied."""
 _FETCHED = ((8, 16), (4, 480))
 """Candidates beside k, a share of it and some: at first, and again for the few whose list was not certain."""
-_ROWS_MOST, _ROWS_LEAST = 4096, 256
 _SHARE = 0.5
 _PROCESSOR_BYTES = 256 << 20
 _SIZES = (1e-36, 1e36)
@@ -184,13 +185,18 @@ class DeviceScorer:
             if len(piece) > shape.users:
                 pieces += np.array_split(piece, -(-len(piece) // shape.users))
                 continue
+            by = self._by_kernels(asked, fetch)
             try:
                 uncertain = self._search(asked, shape, piece)
-            except RuntimeError as error:
-                if _is_full(error):
+            except LarderError:
+                raise
+            except Exception as error:  # Triton's compiler and its cache raise what they like
+                if is_full(error):
                     self._shrink(asked, shape, error)
-                elif isinstance(error, torch.AcceleratorError):
+                elif self.has_failed or is_of_device(error):
                     self._give_up(error)
+                elif by is not None:
+                    self._leave_kernels(error)
                 else:
                     raise
                 pieces.append(piece)
@@ -249,24 +255,15 @@ class DeviceScorer:
 
     def _shape(self, asked: _Asked, fetch: int) -> SearchShape:
         """The widest product that has room, of as many users as fill the device."""
-        columns, room = asked.columns, asked.room_bytes // self._parts
-        if by := self._by_kernels(asked, fetch):
-            shape: SearchShape = by.shape_of(self._items, columns, fetch, room)
-            return shape
-        total, block = len(columns.ordinals), columns.block
-        per_column = self._items.codes.element_size() + 16 / columns.size
-        fetch = min(fetch, total)
-        per_user = min(fetch * columns.size, total) * 28 + fetch * 64
-        whole = int(room // (per_user + total * per_column))
-        if whole >= _ROWS_LEAST:
-            return SearchShape(min(whole, _ROWS_MOST), total, fetch)
-        width = int((room / _ROWS_LEAST - per_user) / per_column) // block * block
-        if width >= block:
-            return SearchShape(_ROWS_LEAST, width, fetch)
-        return SearchShape(max(1, int(room // (per_user + block * per_column))), block, fetch)
+        room = asked.room_bytes // self._parts
+        by = self._by_kernels(asked, fetch)
+        shape: SearchShape = (by.shape_of if by else shape_of)(
+            self._items, asked.columns, fetch, room
+        )
+        return shape
 
     def _by_kernels(self, asked: _Asked, fetch: int) -> ModuleType | None:
-        by = asked.fused
+        by = asked.fused and self._fused
         return by if by and by.fits(self._items, asked.columns, fetch) else None
 
     def _shrink(self, asked: _Asked, shape: SearchShape, error: Exception) -> None:
@@ -282,16 +279,18 @@ class DeviceScorer:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _leave_kernels(self, error: Exception) -> None:
+        """Other kernels than those that were tried at first are compiled when they are wanted, which may fail."""
+        with self._changing:
+            if self._fused is not None:
+                self._fused = None
+                _log.warning("%s: kernels failed, torch's operators go on: %r", self._device, error)
+
     def _give_up(self, error: Exception) -> None:
         with self._changing:
             if not self.has_failed:
                 self.has_failed = True
                 _log.warning("%s failed, the processor goes on: %s", self._device, error)
-
-
-def _is_full(error: RuntimeError) -> bool:
-    """True if the device is out of memory, for which cuBLAS has an error of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
 
 
 def _settle(device: torch.device) -> None:

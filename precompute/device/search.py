@@ -17,6 +17,7 @@ from precompute.device.items import DeviceItems, Queries
 
 _FIRST = 8
 """The longest items, one part of so many, are multiplied first; each tile then doubles what was done."""
+_ROWS_MOST, _ROWS_LEAST = 4096, 256
 _SPLIT_BLOCKS = 32
 _EXACT_NUMBERS = {"cuda": 1 << 26, "cpu": 1 << 20}
 """Count of float32 numbers of candidates gathered at once: a GPU wants long steps, a processor what its caches hold."""
@@ -67,6 +68,21 @@ def tiles(columns: Columns, most: int) -> Iterator[slice]:
             width = min(width, max(start, total // _FIRST // block * block))
         yield slice(start, min(start + width, total))
         start += width
+
+
+def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) -> SearchShape:
+    """Shape of a search: the widest product that has room, of as many users as fill the device."""
+    total, block = len(columns.ordinals), columns.block
+    per_column = items.codes.element_size() + 16 / columns.size
+    fetch = min(fetch, total)
+    per_user = min(fetch * columns.size, total) * 28 + fetch * 64
+    whole = int(room_bytes // (per_user + total * per_column))
+    if whole >= _ROWS_LEAST:
+        return SearchShape(min(whole, _ROWS_MOST), total, fetch)
+    width = int((room_bytes / _ROWS_LEAST - per_user) / per_column) // block * block
+    if width >= block:
+        return SearchShape(_ROWS_LEAST, width, fetch)
+    return SearchShape(max(1, int(room_bytes // (per_user + block * per_column))), block, fetch)
 
 
 def search(

@@ -70,17 +70,30 @@ class DeviceTower:
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
         """Outputs float32 [n, output_dims]; raises BundleError where the device and the processor disagree."""
-        if not (self._is_compared or self._stays):
-            try:
+        found = None
+        try:
+            if not (self._is_compared or self._stays):
                 self._compare(inputs)
-            except BundleError as error:
-                if not self._may_stay:
-                    raise
-                self._stays = True
-                _log.warning("%s stays on the processor: %s", self._name, error.message)
-        return self._tower.run(inputs) if self._stays else self._outputs(inputs)
+            if not self._stays:
+                found = self._tried(inputs)
+        except BundleError as error:
+            if not self._may_stay:
+                raise
+            self._stay(error.message)
+        except RuntimeError as error:
+            from precompute.config.device_failures import is_of_device  # torch: here it was used
 
-    def _outputs(self, inputs: Inputs) -> NDArray[np.float32]:
+            if not is_of_device(error):
+                raise
+            self._stay(str(error))
+        return self._tower.run(inputs) if found is None else found
+
+    def _stay(self, why: str) -> None:
+        self._stays = True
+        _log.warning("%s stays on the processor: %s", self._name, why)
+
+    def _tried(self, inputs: Inputs) -> NDArray[np.float32] | None:
+        """Outputs of the device; None where it has no room for one row."""
         out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
         while True:
             tile = self._tile
@@ -89,7 +102,7 @@ class DeviceTower:
             except MemoryError as error:
                 if tile.rows == 1:
                     _log.warning("%s: %s; ONNX Runtime goes on", self._name, error)
-                    return self._tower.run(inputs)
+                    return None
                 self._tile = tile.halved()  # of several callers each halves what it tried
                 _log.info("%s: out of memory with %s; going on with half", self._name, tile)
             else:
@@ -107,16 +120,21 @@ class DeviceTower:
             out[numbers[done]] = found[: len(numbers[done])]
 
     def _compare(self, inputs: Inputs) -> None:
+        """Compares a few rows, but for those that are finite on neither: they get no answer."""
         rows = np.arange(min(_COMPARED, rows_of(inputs)))
         some = rows_taken(inputs, rows)
-        wanted, found = self._tower.run(some), self._outputs(some)
-        off = found - wanted
+        wanted, found = self._tower.run(some), self._tried(some)
+        if found is None:
+            return
+        finite = np.isfinite(wanted).all(axis=1)
+        same = np.array_equal(finite, np.isfinite(found).all(axis=1))
+        wanted, off = wanted[finite], found[finite] - wanted[finite]
         largest = _worst(np.abs(off).max(axis=1), np.abs(wanted).max(axis=1))
-        self._demand(largest, AGREEMENT, "a row's largest number")
+        self._demand(largest if same else float("nan"), AGREEMENT, "a row's largest number")
         if self._name == _OF_VECTORS:
             lengths = _worst(np.linalg.norm(off, axis=1), np.linalg.norm(wanted, axis=1))
             self._demand(lengths, LENGTH_AGREEMENT, "a vector's length")
-        self._is_compared = len(rows) > 0
+        self._is_compared = len(wanted) > 0
 
     def _demand(self, error: float, threshold: float, of: str) -> None:
         if error <= threshold:

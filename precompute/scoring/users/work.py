@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from cache.format.ids import FINGERPRINT_SEED
 from cache.format.item_table import ItemTable
-from cache.format.records.layout import Layout
+from cache.format.records.layout import NO_ITEM, Layout
 from cache.model.tower import AnyTower
+from cache.topk.flat import Top
 from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
 from precompute.builds.filtered_items import allowed_items
@@ -34,9 +35,10 @@ from precompute.sources.unusable import NOT_FINITE, Unusable
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
 CHUNK_BYTES = 32 << 20
-"""Bytes that the results of a chunk may take; seven chunks are under way at most."""
+"""Bytes that the results of a chunk may take on the processor; seven chunks are under way at most."""
 ON_DEVICE = 4
-"""Chunks of a device are so many times larger: it is idle before a chunk's first product and after its last."""
+"""Chunks of a device are so many times larger, in users and bytes: it is idle before a chunk's first product and after
+its last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +96,10 @@ class ShardWork:
 
     @property
     def chunk_users(self) -> int:
-        """Number of users in a chunk: at most CHUNK_USERS, fewer where their results would exceed CHUNK_BYTES."""
+        """Number of users in a chunk: at most CHUNK_USERS, fewer where their results would exceed CHUNK_BYTES.
+
+        On a device ON_DEVICE times as many.
+        """
         width = 4 * self.bundle.dims + self.record_bytes
         times = 1 if self.place.device is None else ON_DEVICE
         return max(1, times * min(CHUNK_USERS, CHUNK_BYTES // width))
@@ -206,13 +211,14 @@ class ShardWork:
             return chunk
         threads = self.build.config.threads or None
         with self.place.turn, self.busy("topk"):
+            rows = np.flatnonzero(chunk.answered["user_tower"])
+            users, seen = chunk.outputs["user_tower"], chunk.seen
+            if len(rows) < len(users):
+                users, seen = users[rows], seen.take(rows)
             for name, scorer in self._scorers().items():
-                users, k = chunk.outputs["user_tower"], self.tables[name].k
-                if not (answered := chunk.answered["user_tower"]).all():  # theirs is left out
-                    users = np.where(answered[:, None], users, np.float32(0))
-                chunk.lists[name] = scorer.top(
-                    users, k, chunk.seen, allowed=self.allowed.get(name), threads=threads
-                )
+                k, allowed = self.tables[name].k, self.allowed.get(name)
+                lists = scorer.top(users, k, seen, allowed=allowed, threads=threads)
+                chunk.lists[name] = lists_of(len(chunk.ids), rows, lists)
         return chunk
 
     def _scorers(self) -> dict[str, AnyScorer]:
@@ -238,3 +244,13 @@ class ShardWork:
         parts += ["feature_ends", "features"] if self.publishes_features else []
         parts += ["brought"] if config.events.enabled and config.sources.user_vectors else []
         return {part: f"seen/{self.number:04d}.{part}" for part in parts}
+
+
+def lists_of(count: int, rows: NDArray[np.int64], lists: Top) -> Top:
+    """Lists of so many users, of whom those of some rows have one; the others' are empty."""
+    if len(rows) == count:
+        return lists
+    k = lists[0].shape[1]
+    ordinals, scores = np.full((count, k), NO_ITEM, np.uint32), np.zeros((count, k), np.float32)
+    ordinals[rows], scores[rows] = lists
+    return ordinals, scores

@@ -58,8 +58,9 @@ class Caller:
 
 @asynccontextmanager
 async def served(night: NightConfig, **changes: Any) -> AsyncIterator[tuple[Caller, Service]]:
-    """A service of this night on a socket, and a connection to it; its background sleeps."""
+    """A service of this night on a socket, and a connection to it; its background sleeps, and no request is logged."""
     asleep = dict.fromkeys(("poll_s", "blocklist_poll_s", "heartbeat_s", "figures_s"), 3_000.0)
+    asleep |= {"log_share": 0.0, "log_slow_ms": 60_000.0}
     config = settings(
         night, **(asleep | {"queue_interval_ms": 60_000.0, "sketch_s": 0.0} | changes)
     )

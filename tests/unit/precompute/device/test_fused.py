@@ -124,6 +124,20 @@ def test_tiny_and_huge_vectors_are_exact(scale):
     assert_same(users, items, 15, excluded)
 
 
+@pytest.mark.usefixtures("agreed")
+@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+@pytest.mark.parametrize("tiny", [0.0, 1e-44, 1e-40, 1e-39, 3e-38, 1e38])
+def test_a_user_like_no_other_leaves_the_others_their_lists(looked_again, metric, tiny):
+    users, items, excluded = make(8, 3000, 32, seed=4)
+    users[3] = tiny
+    users[5] = 0
+    users[5, 7] = tiny
+
+    assert_same(users, items, 10, excluded, metric)
+
+    assert sum(looked_again) <= 2
+
+
 def any_case(data, most):
     items = data.draw(st.sampled_from([1, 2, 255, 257, most]), "items")
     dims = data.draw(st.sampled_from([1, 3, 16, 17, 40, 66]), "dims")
@@ -321,14 +335,15 @@ def test_the_best_keys_are_those_of_the_operators(wide, k):
     assert torch.equal(fused.leading_of(keys, k, tiles), operators.best_of(keys.flatten(1), k))
 
 
+@pytest.mark.parametrize("room", [32, 64, 512])
 @pytest.mark.parametrize("blocks", [1, 32, 33, 129, 3907, 16_384])
-def test_stages_look_at_every_block_once(blocks):
-    stages = list(stages_of(blocks, 32))
+def test_stages_look_at_every_block_once(blocks, room):
+    stages = list(stages_of(blocks, room))
 
     seen = [stage.block(at) for stage in stages for at in range(stage.blocks)]
 
     assert sorted(seen) == list(range(blocks))
-    assert stages[0].blocks <= SEGMENTS * 32 // LANES
+    assert stages[0].blocks <= SEGMENTS * room // LANES
 
 
 @pytest.mark.usefixtures("agreed", "little_room")

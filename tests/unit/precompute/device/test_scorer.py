@@ -1,6 +1,7 @@
 """The top-K on a torch device: the bits of FAISS and numpy, whatever it is cut into and whatever fails."""
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -239,7 +240,7 @@ def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypat
     users, items, excluded = make(300, 2000, 16, seed=7)
     scorer = on_device(items)
     wanted = scorer.top(users, 50, excluded)
-    monkeypatch.setattr(device_scorer, "_ROWS_MOST", 100)
+    monkeypatch.setattr(device_search, "_ROWS_MOST", 100)
     plain = device_search.search
     calls = []
 
@@ -258,6 +259,68 @@ def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypat
     assert scorer.has_failed
     assert sum(told) == 600
     assert sum("the processor goes on" in line for line in caplog.messages) == 1
+
+
+def with_kernels(items, kernels):
+    """A scorer whose kernels are a function in the place of their search."""
+    scorer = on_device(items)
+    scorer._fused = SimpleNamespace(
+        fits=lambda *_: True, shape_of=device_search.shape_of, search=kernels
+    )
+    return scorer
+
+
+@pytest.mark.parametrize(
+    ("error", "has_failed", "has_kernels"),
+    [
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True, True),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True, True),
+        (RuntimeError("PassManager::run failed"), False, False),
+        (OSError(28, "No space left on device", "/root/.triton/cache"), False, False),
+        (type("OutOfResources", (Exception,), {})("out of resource: shared memory"), False, False),
+    ],
+    ids=["launch", "device", "compiler", "cache", "resources"],
+)
+def test_what_fails_in_a_kernel_ends_no_night(caplog, error, has_failed, has_kernels):
+    users, items, excluded = make(300, 2000, 16, seed=7)
+    wanted = on_device(items).top(users, 50, excluded)
+    calls = []
+
+    def breaks(*_):
+        calls.append(1)
+        raise error
+
+    scorer = with_kernels(items, breaks)
+
+    assert all(same(scorer.top(users, 50, excluded), wanted) for _ in range(2))
+    assert (scorer.has_failed, scorer._fused is not None) == (has_failed, has_kernels)
+    assert len(calls) == 1
+    assert len([each for each in caplog.messages if str(error.args[0]) in each]) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+    ],
+    ids=["launch", "pinned"],
+)
+def test_a_kernel_that_finds_no_memory_is_given_less(error):
+    users, items, excluded = make(300, 2000, 16, seed=7)
+    sizes = []
+
+    def small(held, columns, queries, gone, k, shape):
+        sizes.append(len(queries.codes))
+        if sizes[-1] > 100:
+            raise error
+        return device_search.search(held, columns, queries, gone, k, shape)
+
+    scorer = with_kernels(items, small)
+
+    assert same(scorer.top(users, 50, excluded), on_device(items).top(users, 50, excluded))
+    assert not scorer.has_failed and scorer._fused is not None
+    assert min(sizes) <= 100 < max(sizes)
 
 
 def test_a_mistake_is_no_failing_device(monkeypatch):

@@ -120,6 +120,62 @@ def test_a_tower_beyond_its_tolerance_is_refused_before_it_scores(
             on_device(vectors, moved, name)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_finite_on_neither_are_no_disagreement(bad: float) -> None:
+    vectors = np.random.default_rng(5).standard_normal((20, DIMS)).astype(np.float32)
+    vectors[5, 3] = bad
+    assert np.array_equal(on_device(vectors, vectors), vectors, equal_nan=True)
+
+    whole = vectors.copy()
+    whole[5, 3] = 1
+    for wanted, found in ((vectors, whole), (whole, vectors)):
+        with pytest.raises(BundleError, match="differs from its ONNX file on the processor by nan"):
+            on_device(wanted, found)
+
+
+def test_a_device_without_room_is_compared_when_it_has_some() -> None:
+    vectors = np.random.default_rng(6).standard_normal((20, DIMS)).astype(np.float32)
+    moved, is_full = off_by(vectors, vectors, 8 * AGREEMENT), True
+
+    class Running(Known):
+        def outputs(self, feeds: Any) -> Any:
+            if is_full:
+                raise MemoryError("no room")
+            yield from super().outputs(feeds)
+
+    known: Any = Known(vectors)
+    tower = DeviceTower("user_tower", known, Running(moved))
+    rows: Any = {"row": np.arange(20)}
+
+    assert np.array_equal(tower.run(rows), vectors)
+    is_full = False
+    with pytest.raises(BundleError, match="user_tower on the device differs"):
+        tower.run(rows)
+
+
+def test_a_tower_whose_device_fails_goes_on_on_the_processor(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch = pytest.importorskip("torch", reason="a device's errors are torch's: make torch-env")
+    vectors = np.random.default_rng(7).standard_normal((20, DIMS)).astype(np.float32)
+    errors = [torch.AcceleratorError("CUDA error: unspecified launch failure"), RuntimeError("odd")]
+
+    class Running(Known):
+        def outputs(self, feeds: Any) -> Any:
+            yield from super().outputs(feeds)
+            raise errors[0]
+
+    known: Any = Known(vectors)
+    tower = DeviceTower("user_tower", known, Running(vectors))
+    rows: Any = {"row": np.arange(20)}
+
+    assert all(np.array_equal(tower.run(rows), vectors) for _ in range(2))
+    assert caplog.text.count("user_tower stays on the processor: CUDA error") == 1
+    errors.pop(0)
+    with pytest.raises(RuntimeError, match="odd"):
+        DeviceTower("user_tower", known, Running(vectors)).run(rows)
+
+
 @pytest.mark.parametrize(
     ("device", "program", "may_stay"),
     [("auto", None, True), ("auto", "a program", False), ("cuda", None, False)],

@@ -89,11 +89,11 @@ class Sandbox:
         for shard in range(SHARDS):
             part = read_shard(self.root / name, shard, history_limit=5)
             assert part.times is not None
-            for row, raw in enumerate(part.ids):
+            for row, user in enumerate(part.ids.to_pylist()):
                 span = slice(part.indptr[row], part.indptr[row + 1])
                 items = self.items.ids_of(part.ordinals[span].astype("u4"))
                 digest = of_users(part, self.items.directory.hashes())[row]
-                told[raw.decode()] = (
+                told[user] = (
                     list(zip(items, part.times[span].tolist(), strict=True)),
                     int(digest),
                 )

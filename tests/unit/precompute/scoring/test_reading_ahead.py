@@ -2,6 +2,7 @@
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_what_a_slice_raises_comes_in_its_place(monkeypatch, cores):
 def test_a_stage_is_busy_while_a_chunk_is_made_and_not_while_it_is_used(monkeypatch):
     now = 100.0
     monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=lambda: now))
-    shard = object.__new__(ShardWork)
+    shard: Any = object.__new__(ShardWork)
     object.__setattr__(shard, "seconds", {"read": 0.5})
 
     def made():

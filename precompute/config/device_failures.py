@@ -1,0 +1,17 @@
+"""Failures of a device, told apart by what torch, cuBLAS, the driver and Triton say of them."""
+
+import torch
+
+
+def is_full(error: Exception) -> bool:
+    """True if there is no memory left, on the device or pinned: with less at once it may do."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    said = str(error)
+    is_said = "out of memory" in said or "CUBLAS_STATUS_ALLOC_FAILED" in said
+    return is_said and isinstance(error, RuntimeError)
+
+
+def is_of_device(error: Exception) -> bool:
+    """True if the device failed and can be used no more; the launcher of kernels has only words for that."""
+    return isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error)

@@ -1,0 +1,56 @@
+"""Users whom the tower gave no vector: none is searched for, and each keeps its place."""
+
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache.format.records.layout import NO_ITEM
+from cache.model.tower import Histories
+from cache.topk.topk import Scorer
+from precompute.scoring.users.work import ShardWork
+
+K = 7
+
+
+@pytest.mark.parametrize(
+    "unanswered", [[], [0, 3, 9], list(range(10))], ids=["none", "some", "all"]
+)
+def test_lists_are_made_for_those_who_have_a_vector(
+    monkeypatch: pytest.MonkeyPatch, unanswered: list[int]
+) -> None:
+    rng = np.random.default_rng(1)
+    users = rng.standard_normal((10, 8)).astype(np.float32)
+    users[unanswered] = np.nan
+    scorer = Scorer.of(rng.standard_normal((50, 8)).astype(np.float32), "inner_product")
+    asked: list[int] = []
+
+    def noted(users: Any, *given: Any, **more: Any) -> Any:
+        asked.append(len(users))
+        return scorer.top(users, *given, **more)
+
+    seen = Histories.of([rng.choice(50, row, replace=False) for row in range(10)])
+    chunk: Any = SimpleNamespace(
+        ids=range(10), outputs={"user_tower": users}, lists={}, seen=seen,
+        answered={"user_tower": np.isfinite(users).all(axis=1)},
+    )  # fmt: skip
+    work = object.__new__(ShardWork)
+    for name, value in {
+        "build": SimpleNamespace(config=SimpleNamespace(threads=1)), "allowed": {},
+        "place": SimpleNamespace(turn=threading.Lock()), "tables": {"top": SimpleNamespace(k=K)},
+    }.items():  # fmt: skip
+        object.__setattr__(work, name, value)
+    monkeypatch.setattr(ShardWork, "busy", lambda *_: nullcontext())
+    monkeypatch.setattr(ShardWork, "_scorers", lambda _: {"top": SimpleNamespace(top=noted)})
+
+    ordinals, scores = work.score(chunk).lists["top"]
+
+    whole = scorer.top(np.nan_to_num(users), K, seen)
+    answered = np.setdiff1d(np.arange(10), unanswered)
+    assert asked == [len(answered)]
+    assert np.array_equal(ordinals[answered], whole[0][answered])
+    assert np.array_equal(scores[answered], whole[1][answered])
+    assert (ordinals[unanswered] == NO_ITEM).all() and (scores[unanswered] == 0).all()
