@@ -17,7 +17,7 @@ from cache.format.manifest_files import Artefact
 from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build
 from precompute.builds.filtered_items import allowed_items
-from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.control.states import State
 from precompute.releases.release_log import ReleaseLog
@@ -101,10 +101,12 @@ class Base:
                 self.fetch(artefact)
         return allowed_items(self.build)
 
-    def model_digest(self, name: str) -> str | None:
-        """Digest of a model of its bundle, None where it had none of this name."""
-        found = self.manifest.models.get(name)
-        return None if found is None else found.digest
+    def has_model(self, model: BundleModel) -> bool:
+        """True if its bundle had this model, fed in the same way: from the same columns, as long a history."""
+        found = self.manifest.models.get(model.name)
+        if found is None or found.digest != model.digest:
+            return False
+        return found.spec == model.spec.to_json()
 
 
 def choose_base(

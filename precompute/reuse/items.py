@@ -81,7 +81,7 @@ def same_inputs(
 
     `places` are their ordinals in the base, -1 for a new one. Raises CorruptArtefact for a damaged file.
     """
-    if base.model_digest(model.name) != model.digest:
+    if not base.has_model(model):
         return np.zeros(len(places), np.bool_)
     before = map_file(base.fetch_noted(digests_file(model.name)), "<u8")
     same: NDArray[np.bool_] = places >= 0

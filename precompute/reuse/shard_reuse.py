@@ -91,7 +91,7 @@ class ShardReuse:
             return None
         tower = bundle.user_tower
         publishes_features = made.config.events.enabled and bool(tower.spec.features)
-        if publishes_features and base.model_digest(tower.name) != tower.digest:
+        if publishes_features and not base.has_model(tower):
             return None  # those that the base published are of another one
         lists = {name: each for name, each in tables.items() if each.kind == "user_topk"}
         changes = ItemChanges.open(made) if made.need("embed_items")["changes"] else None
@@ -135,7 +135,8 @@ class ShardReuse:
         at = self.kept.find(entities.hashes)
         is_equal = at >= 0
         is_equal[is_equal] = self.kept.pairs["digest"][at[is_equal]] == digests[is_equal]
-        same = np.where(is_equal, self.kept.places[at], -1)
+        same = np.full(len(at), -1)
+        same[is_equal] = self.kept.places[at[is_equal]]
         had_none = is_equal & (same < 0) & self.is_same_bundle  # and so has none now
         stays = same >= 0
         stays[stays] = ~self.broken[same[stays]]

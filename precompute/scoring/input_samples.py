@@ -135,7 +135,7 @@ def regrouped_alike(
     """
     users, found = _some_users(made), {}
     for model in bundle.models:
-        if base.model_digest(model.name) != model.digest:
+        if not base.has_model(model):
             continue
         tower = open_tower(made, model, device)
         if isinstance(tower, DeviceTower):

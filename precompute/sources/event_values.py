@@ -61,7 +61,8 @@ class EventValues(NamedTuple):
         for position, event in _read_events(files):
             if event.item is not None and position.number > behind and brings_item(event):
                 brought.add(event.item)
-            found.add(position, _only(event, wanted))
+            if position.number > behind:  # older ones count for nothing, so they take no memory
+                found.add(position, _only(event, wanted))
         for kind, raws in without.items():
             for raw in raws:
                 found.forget(kind, raw)

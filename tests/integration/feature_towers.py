@@ -46,8 +46,8 @@ def model(
     return OnnxModel(made.SerializeToString())
 
 
-def from_history_and_country(items: int, seed: int = 0) -> ModelFile:
-    """User tower: the sum of a row for each item of the history, and one for the country."""
+def from_history_and_country(items: int, seed: int = 0, max_length: int = 64) -> ModelFile:
+    """User tower: the sum of a row for each of the last items of the history, and one for the country."""
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((items + 1, DIMS)).astype(np.float32)
     rows[-1] = 0
@@ -67,7 +67,7 @@ def from_history_and_country(items: int, seed: int = 0) -> ModelFile:
             [("history", TensorProto.INT32, ["n", "l"]), ("country", TensorProto.INT64, ["n"])],
         ),
         TowerSpec(
-            (InputSpec("history", "history", "int32", max_length=64, pad=items), COUNTRY),
+            (InputSpec("history", "history", "int32", max_length=max_length, pad=items), COUNTRY),
             "vector",
             DIMS,
         ),
@@ -81,10 +81,11 @@ def from_taste() -> ModelFile:
     return ModelFile(model(nodes, {}, taste), TowerSpec((TASTE,), "vector", DIMS))
 
 
-def from_mood() -> ModelFile:
-    """The mood itself, as the values of a user."""
-    nodes = [helper.make_node("Identity", ["mood"], ["vector"])]
-    found = model(nodes, {}, [("mood", TensorProto.FLOAT, ["n", len(MOODS)])], len(MOODS))
+def from_mood(times: float = 1.0) -> ModelFile:
+    """The mood itself, or some times of it, as the values of a user."""
+    nodes = [helper.make_node("Mul", ["mood", "times"], ["vector"])]
+    weights = {"times": np.array([times], np.float32)}
+    found = model(nodes, weights, [("mood", TensorProto.FLOAT, ["n", len(MOODS)])], len(MOODS))
     return ModelFile(found, TowerSpec((MOOD,), "vector", len(MOODS)), labels=MOODS)
 
 

@@ -146,9 +146,15 @@ class ShardWork:
                 self._let_stay(chunk, self.reuse)
             for name in towers:
                 if name != "user_tower":
-                    chunk.outputs[name] = self._outputs(chunk, name, chunk.copied.same < 0)
+                    wanted = chunk.copied.same < 0 if self._is_kept(name) else everybody
+                    chunk.outputs[name] = self._outputs(chunk, name, wanted)
         chunk.features = {}
         return chunk
+
+    def _is_kept(self, model: str) -> bool:
+        """True if the records of all tables of a model of values are copied, of whose inputs are as they were."""
+        tables = [name for name, each in self.tables.items() if each.value == model]
+        return self.reuse is not None and self.reuse.kept.tables.keys() >= set(tables)
 
     def _let_stay(self, chunk: Chunk, reuse: ShardReuse) -> None:
         """Users whose inputs and lists are as they were, and whose lists nothing can enter, are copied."""

@@ -186,6 +186,24 @@ def other_user_tower(month: Month) -> None:
     )
 
 
+def other_values(month: Month) -> None:
+    """Another bundle with the same towers."""
+    with_towers(
+        month.config,
+        from_history_and_country,
+        {"mood": from_mood(times=1.0 + month.night), "worth": from_scent()},
+    )
+
+
+def shorter_histories(month: Month) -> None:
+    """Another bundle of the same files, whose user tower is given fewer items."""
+    with_towers(
+        month.config,
+        lambda items: from_history_and_country(items, max_length=2),
+        {"mood": from_mood(), "worth": from_scent()},
+    )
+
+
 def other_k(month: Month) -> None:
     """Lists of one item more."""
     tables = month.config.tables
@@ -235,6 +253,8 @@ COUNTRY = Event(
     other_column("users.parquet", "country", 0.05, countries), reads=TABLES, computed=(INPUTS,)
 )
 OTHER_TOWER = Event(other_user_tower, reads=TABLES, why=BUNDLE, copies=False)
+OTHER_VALUES = Event(other_values, reads=TABLES, why=BUNDLE, copies=False)
+SHORTER_HISTORIES = Event(shorter_histories, reads=TABLES, why=BUNDLE, copies=False)
 VECTORS = Event(
     other_column("user_vectors.parquet", "vector", 0.1, drawn_vectors(16)),
     reads=TABLES, computed=(INPUTS,),

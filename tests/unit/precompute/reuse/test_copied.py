@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.model.tower import Histories
 from precompute.builds.reuse_fact import COPIED, ENTERED, INPUTS, LOST
+from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.copied import Copied, Decisions
-from precompute.reuse.kept_shard import PAIR
+from precompute.reuse.kept_shard import PAIR, KeptShard
+from precompute.reuse.shard_reuse import ShardReuse
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,20 @@ def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) 
     whole = Histories.of(list(of_user.values()))
     assert together.indptr.tolist() == whole.indptr.tolist()
     assert together.indices.tolist() == whole.indices.tolist()
+
+
+def test_a_user_of_a_shard_that_had_nobody_is_computed() -> None:
+    # Given a base of few users, none of whom had a hash of this shard
+    kept = KeptShard(np.empty(0, PAIR), np.empty(0, np.int64), {}, np.empty(0, np.bool_))
+    reuse = ShardReuse(
+        kept, None, {}, np.empty(0, np.bool_), np.empty((0, 2), np.float32), True, None
+    )
+    entities = ShardInput(
+        pa.array(["ann"]), np.array([7], np.uint64), np.array([0, 1]), np.array([3]), {}
+    )
+
+    asked = reuse.ask(entities, np.array([9], np.uint64), range(1 << 64))
+
+    assert asked.rows.tolist() == [0] and asked.same.tolist() == [-1]
+    assert not asked.could_stay.any() and not len(asked.kept)
+    assert asked.pairs.tolist() == [(7, 9)]

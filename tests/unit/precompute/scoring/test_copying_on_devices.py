@@ -29,7 +29,7 @@ def test_rows_are_alike_on_the_processor_alone(
     monkeypatch.setattr(input_samples, "item_inputs", lambda *given: ({"row": given[-1]}, None))
     monkeypatch.setattr(DeviceTower, "run", lambda _, given: tower.run(given))
     model = SimpleNamespace(name="item_tower", entity="item", digest="1", spec=None)
-    base: Any = SimpleNamespace(model_digest=lambda _: "1")
+    base: Any = SimpleNamespace(has_model=lambda _: True)
     bundle: Any = SimpleNamespace(models=[model])
     made: Any = None
     items: Any = SimpleNamespace(count=9)
