@@ -1,10 +1,11 @@
 """Control plane of L2: pointer, heartbeats, announcements, hot ids and INFO, by redis-py at leisure."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, cast
 
 from redis.asyncio import ConnectionPool, Redis
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ReadOnlyError
 
 from cache.control.hot_keys import (
     COLD,
@@ -118,21 +119,40 @@ class ControlPlane(Protocol):
 
 
 class ServerControl(ControlPlane):
-    """Control plane of one server, over `pool`."""
+    """Control plane of one server, over `pool`; `renew` has readers leave a server that became a replica in place.
 
-    def __init__(self, keyspace: Keyspace, pool: ConnectionPool) -> None:
+    Such a one keeps its connections and answers reads; only a write tells.
+    """
+
+    def __init__(
+        self, keyspace: Keyspace, pool: ConnectionPool, renew: Callable[[], None] = lambda: None
+    ) -> None:
         self.keyspace = keyspace
         self._client: Redis = Redis(connection_pool=pool)
+        self._renew = renew
 
     async def ask(self, *command: Words) -> Any:
         """The reply to any command."""
         with as_unavailable():
-            return await self._client.execute_command(*command)  # type: ignore[no-untyped-call]
+            async with self._left_where_read_only():
+                return await self._client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+    @asynccontextmanager
+    async def _left_where_read_only(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except ReadOnlyError:
+            await self._client.connection_pool.disconnect()
+            self._renew()
+            raise
 
     async def ask_all(self, commands: Sequence[tuple[Words, ...]]) -> list[Any]:
         """Replies to all commands, in one round trip; the first refusal is raised."""
         with as_unavailable():
-            async with self._client.pipeline(transaction=False) as pipeline:
+            async with (
+                self._left_where_read_only(),
+                self._client.pipeline(transaction=False) as pipeline,
+            ):
                 for command in commands:
                     pipeline.execute_command(*command)
                 return await pipeline.execute()

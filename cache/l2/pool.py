@@ -10,6 +10,8 @@ from cache.l2.connection import Pipeline, PipelineConnection
 
 SECOND_LOOK_S = 0.001
 _COMMANDS_PER_DEADLINE = 500
+RENEWED_S = 5.0
+"""Seconds in which connections are left once at most because their server takes no writes."""
 _PAUSE_S = 1.0
 """Seconds after a refused connection before another one is tried beside those that are open."""
 
@@ -39,6 +41,7 @@ class PipelinePool:
         self._waiting: dict[Pipeline, None] = {}
         self._opening: asyncio.Task[None] | None = None
         self._refused_until = 0.0
+        self._renewed_at = -RENEWED_S
         self._closing: set[asyncio.Task[None]] = set()
 
     def send(self, pipeline: Pipeline) -> None:
@@ -63,6 +66,18 @@ class PipelinePool:
         ):
             self._open()
         connection.send(pipeline)
+
+    def renew(self) -> None:
+        """Leaves the server, which takes no writes any more: by the same name another may be there by now.
+
+        What is under way lands as unavailable. Not again within RENEWED_S, where there is no other.
+        """
+        now = asyncio.get_running_loop().time()
+        if now < self._renewed_at + RENEWED_S:
+            return
+        self._renewed_at = now
+        for connection in tuple(self._connections):
+            connection.abort(TierUnavailable("Redis takes no writes any more", reason="connection"))
 
     async def aclose(self) -> None:
         """Closes every connection; what is under way lands as unavailable."""

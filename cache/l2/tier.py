@@ -15,7 +15,16 @@ from redis.asyncio import ConnectionPool
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
-from cache.l2.commands import Answer, Command, OverlayWrite, Packer, PageRead, PageReads, unpack
+from cache.l2.commands import (
+    Answer,
+    Command,
+    OverlayWrite,
+    Packer,
+    PageRead,
+    PageReads,
+    Read,
+    unpack,
+)
 from cache.l2.connection import Pipeline, Replies
 from cache.l2.control_plane import ServerControl
 from cache.l2.data_plane import DataPlaneStats
@@ -103,7 +112,7 @@ class RemoteTier:
             max_connections=_CONTROL_MAX,
         )
         self.pool = PipelinePool(pool, config.deadline_s, config.connections_max)
-        self.control = ServerControl(keyspace, pool)
+        self.control = ServerControl(keyspace, pool, self.pool.renew)
         self._turn: list[PipelinePart] = []
         self._in_flight = 0
         self._landings: deque[tuple[float, float]] = deque(maxlen=_LANDINGS)
@@ -197,7 +206,9 @@ class RemoteTier:
         if all(
             isinstance(reply, hiredis.ReplyError) and not is_redirect(reply) for reply in outcome
         ):
-            self.breaker.failure()  # loading, out of memory, no permission: there, but no use
+            # Loading, no permission: there, but no use. Of writes alone it says nothing of reads: out of memory, say.
+            reads = any(isinstance(each, Read) for part in parts for each in part.commands)
+            self.breaker.failure() if reads else self.breaker.success()
         else:
             self.breaker.success()
         start = 0

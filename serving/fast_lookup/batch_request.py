@@ -83,7 +83,8 @@ class Posted:
         service, limits = self._service, self._service.limits
         try:
             ask = await beside(body, lambda: lookup_of(scope, body, "json", table, limits))
-            if ask.options.arm is not None:  # no namespace but the own one is known here
+            # No namespace but the own one is known here.
+            if ask.options.arm is not None or ask.options.generation is not None:
                 return None
             service.metrics.stage("parse", service.timer() - started)
             spend(scope, len(ask.entities))

@@ -138,8 +138,8 @@ class Case:
 
     @property
     def source(self) -> LiveInput:
-        """Input of live inference: history, features and own ordinal."""
-        return LiveInput(self.entity.history, self.entity.features, self.own_ordinal)
+        """Input of live inference: history, features if there are any, and own ordinal."""
+        return LiveInput(self.entity.history, self.entity.features or None, self.own_ordinal)
 
     @property
     def is_cold(self) -> bool:

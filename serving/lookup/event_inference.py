@@ -103,8 +103,9 @@ def _put(
         if len(ready) == 1:
             outcomes[ready[0][0]] = without_frames(error)
             return
-        for one in ready:
-            _put(jobs, [one], outcomes, predict)
+        half = len(ready) // 2
+        for part in (ready[:half], ready[half:]):
+            _put(jobs, part, outcomes, predict)
         return
     for (place, _), computed in zip(ready, found, strict=True):
         outcomes[place] = computed

@@ -47,7 +47,7 @@ class Batcher(Protocol):
         """Outcome of one job; raises LiveUnavailable where there is none."""
 
 
-Key = tuple[str, str, int | bytes, bytes, bool]
+Key = tuple[str, str, int | bytes, bytes, bool, bool]
 """Generation, table, entity and digest of the input, and if another's answer will do: what one inference answers."""
 
 
@@ -124,7 +124,8 @@ class Inferences:
         want, table = case.want, case.table.name
         may_reuse = table in self.reuses and case.may_reuse and case.reason in _LOOKED_UP
         digest = case.digest + case.new_items.digest
-        lead, key = self.lead, (snapshot.generation, table, want.key, digest, may_reuse)
+        is_led = want.position < 0 and case.reason in SHARED
+        lead, key = self.lead, (snapshot.generation, table, want.key, digest, may_reuse, is_led)
         if (job := self._jobs.get(key)) is not None:
             job.deadline = max(job.deadline, deadline)
         joins = key in self.flights
@@ -132,7 +133,6 @@ class Inferences:
             self.repeats.saw(joins)
         if not joins and not self.admit():  # who joins a flight costs nothing
             return None
-        is_led = want.position < 0 and case.reason in SHARED
 
         def work() -> asyncio.Future[Computed]:
             job = Job(

@@ -138,18 +138,26 @@ class Filters:
         filtering = snapshot.filtering
         assert filtering is not None  # noqa: S101 - something passes
 
-        def all_of_them() -> list[Searched]:
-            return [
-                filtering.best(each.vector, passing, each.gone, each.k, each.metric)
-                for each in searches
-            ]
+        def all_of_them() -> list[Searched] | None:
+            found = []
+            for each in searches:
+                if self._timer() > deadline:  # nobody waits any more, and others do
+                    return None
+                found.append(filtering.best(each.vector, passing, each.gone, each.k, each.metric))
+            return found
 
         is_short = passing.count * len(searches) <= _INLINE_ROWS
-        working = asyncio.ensure_future(self._work(all_of_them, is_short=is_short))
+        if self._executor is None or is_short:
+            return all_of_them()
+        working = asyncio.get_running_loop().run_in_executor(self._executor, all_of_them)
         done, _ = await asyncio.wait({working}, timeout=max(0.0, deadline - self._timer()))
-        return working.result() if done else None
+        if not done:
+            working.cancel()  # what waits for a thread is not begun
+            return None
+        return working.result()
 
     async def _work(self, work: Callable[[], _Result], *, is_short: bool) -> _Result:
         if self._executor is None or is_short:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        # Never behind searches: whoever asks for what passes waits for it without a deadline.
+        return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -744,3 +744,42 @@ async def test_no_read_takes_longer_than_its_bound_says(own_redis: RedisServer) 
     assert 0.02 < idle_s < busy_s == pytest.approx(idle_s + 0.02 + 0.001)
     await waiting
     await remote.aclose()
+
+
+async def test_writes_that_are_refused_say_nothing_of_reads(own_redis: RedisServer) -> None:
+    keyspace, breaker = Keyspace("full"), Breaker(threshold=2, cooldown_s=60.0)
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0), keyspace, breaker)
+    with redis.Redis.from_url(own_redis.url, protocol=2) as client:
+        client.set(keyspace.page("g", "t", 0), page_bytes(0))
+        client.config_set("maxmemory", "100kb")
+        client.config_set("maxmemory-policy", "noeviction")
+
+    for number in range(6):
+        write = OverlayWrite("g", "t", f"{number:016x}", b"x" * SIZE, 60)
+        (why,) = await remote.write_overlays([write])
+        assert why is not None and "OOM" in str(why)
+
+    assert breaker.opened == 0
+    assert await answers_of(remote, [read_of(0, 3)]) == [record_of(0, 3)]
+    await remote.aclose()
+
+
+async def test_a_server_that_became_a_replica_in_place_is_left_once_a_write_tells(
+    own_redis: RedisServer,
+) -> None:
+    keyspace = Keyspace("demoted")
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=1), keyspace)
+    with redis.Redis.from_url(own_redis.url, protocol=2) as client:
+        client.set(keyspace.page("g", "t", 0), page_bytes(0))
+        assert await answers_of(remote, [read_of(0, 1)]) == [record_of(0, 1)]
+        client.replicaof("127.0.0.1", "1")  # where nobody is
+
+        for _ in range(3):  # no more than once: perhaps there is no other
+            with pytest.raises(TierUnavailable, match="read only replica"):
+                await remote.control.heartbeat(b"{}", 0.0, None)
+            assert await answers_of(remote, [read_of(0, 2)]) == [record_of(0, 2)]
+        assert remote.pool.opened == 2
+
+        client.replicaof("NO", "ONE")
+    await remote.control.heartbeat(b"{}", 0.0, None)
+    await remote.aclose()

@@ -97,6 +97,21 @@ async def test_a_poisoned_input_costs_its_batch_mates_nothing(executor: ThreadPo
     assert isinstance(done[2], LiveUnavailable) and done[2].reason == "no_usable_input"
 
 
+async def test_a_poisoned_input_is_found_in_a_few_runs(executor: ThreadPoolExecutor) -> None:
+    world = World()
+    snapshot = world.snapshot()
+    batches = batcher(executor, max_batch=64, max_queue_bytes=1 << 30)
+
+    jobs = [job(snapshot, "i1") for _ in range(63)]
+    jobs.insert(40, job(snapshot, "i2", "poison"))
+    done = await asyncio.gather(*map(batches.infer, jobs), return_exceptions=True)
+
+    assert [isinstance(each, Computed) for each in done] == [place != 40 for place in range(64)]
+    assert isinstance(done[40], RuntimeError)
+    assert sum(len(each) for each in world.predictor.batches) <= 64 * 7
+    assert len(world.predictor.batches) <= 2 * 6 + 1
+
+
 async def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(
     executor: ThreadPoolExecutor,
 ) -> None:
