@@ -90,6 +90,11 @@ class Bundle:
     values: Mapping[str, BundleModel]
     training: Mapping[str, Any]
 
+    @property
+    def needs_history(self) -> bool:
+        """True if no model answers for a user without a history."""
+        return all(each.spec.history is not None for each in self.models if each.entity == "user")
+
     @classmethod
     def open(cls, path: Path) -> Self:
         """Checksums first, then the models; raises BundleError naming both sides of any mismatch."""
@@ -287,10 +292,8 @@ def _read_items(items: ItemsFile) -> Vocabulary:
             f"{name}: {column.null_count} ids are missing, the others have {sizes['min']} to "
             f"{sizes['max']}: ids have 1 to {ID_BYTES_MAX} bytes"
         )
-    if len(column) != items.count:
-        raise BundleError(
-            f"{name} holds {len(column)} items, {FILE} says {items.count}", count=len(column)
-        )
+    if (count := len(column)) != items.count:
+        raise BundleError(f"{name} holds {count} items, {FILE} says {items.count}", count=count)
     found = Vocabulary.of(as_strings(column))
     if found is None:
         raise BundleError(f"{name} names an item twice")

@@ -1,6 +1,6 @@
 """Partition: one pass over the sources that puts every entity's rows into the file of its hash shard."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -100,6 +100,7 @@ def partition(
     earlier: Earlier | None = None,
     events: Sequence[SourceFile] = (),
     values: EntityValues = NO_VALUES,
+    unasked: Collection[bytes] = (),
 ) -> Partitioned:
     """Write each shard's Arrow files (`kinds_in`) into `folder`, trying seeds until no id collides.
 
@@ -107,7 +108,8 @@ def partition(
     more, or less, is known than then are written down (TOUCHED). No cut leaves out what files of `events` have.
     Features have the `values` that events set for users. Users' vectors, if the night is given any, must have `dims`
     numbers. What is erased is in none of the files, nor in what `late` is told; `restart` is called before the sources
-    are read once more. Values that one of `feature_inputs` cannot use are noted. Raises ConfigError where this process
+    are read once more. Values that one of `feature_inputs` cannot use are noted. Of the `unasked` nobody is counted
+    whom features alone name: events set theirs, and no model answers for them. Raises ConfigError where this process
     may not open a file for each shard, SourceError for an input that no row can fill.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +132,10 @@ def partition(
         with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
             # What is taken over was counted when it was read.
             noted = unusable if earlier is None else Unusable()
-            count = partial(_count_users, folder, shards=config.shards, unusable=noted)
+            alone = np.unique(hasher(list(unasked), seed)) if unasked else np.empty(0, np.uint64)
+            count = partial(
+                _count_users, folder, shards=config.shards, unusable=noted, unasked=alone
+            )
             users = list(pool.map(count, range(config.shards)))
         if None not in users:
             told = merged([{} if earlier is None else earlier.unusable, unusable.to_json()])
@@ -140,17 +145,27 @@ def partition(
         restart()
 
 
-def _count_users(folder: Path, shard: int, shards: int, unusable: Unusable) -> int | None:
-    """The entities of a shard, None when two share a hash; who comes twice in a table is noted."""
+def _count_users(
+    folder: Path, shard: int, shards: int, unusable: Unusable, unasked: NDArray[np.uint64]
+) -> int | None:
+    """The entities of a shard, None when two share a hash; who comes twice in a table is noted.
+
+    Not those with an `unasked` hash whom its features alone name.
+    """
     with scratch_folder(folder) as scratch:
         kinds = naming(kinds_in(folder, shard))
         slices = slice_shard(folder, shard, shards, scratch, rows=COUNTED_ROWS, kinds=kinds)
         users, hashes = (sum(each) for each in zip(*count_distinct(slices), strict=True))
+        uncounted = 0
         for number in slices.numbers:
-            tables = map(read_stream, shard_paths(slices.folder, number, kinds[1:]))
+            ids, *tables = map(read_stream, shard_paths(slices.folder, number, kinds))
             for source, table in zip((USER_ROWS, VECTOR_ROWS), tables, strict=False):
                 _note_again(source, table, unusable)
-    return users if users == hashes else None
+            if len(unasked):
+                features, *others = (np.asarray(each.column(HASH)) for each in (*tables, ids))
+                alone = np.setdiff1d(np.intersect1d(features, unasked), np.concatenate(others))
+                uncounted += len(alone)
+    return users - uncounted if users == hashes else None
 
 
 def _note_again(source: str, table: Any, unusable: Unusable) -> None:

@@ -19,6 +19,7 @@ from precompute.bulk.reload import damaged
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.control.states import State, demand
+from precompute.events.marks import marks_file
 from precompute.experiments.room import ArmRoom, arms_room
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.limits import TimeLimits
@@ -196,7 +197,7 @@ def _candidate(
     for shard in sampled_shards(manifest.entity_sets["user"]):
         with _if_there():
             fetch_partition(made, shard)
-    for name in (holdout.FILE, catalogue.ITEM_FEATURES):
+    for name in (holdout.FILE, catalogue.ITEM_FEATURES, marks_file("user")):
         with _if_there():
             made.fetch(name)
     with _if_there():

@@ -19,6 +19,7 @@ from cache.store.artefacts import generation_path
 from precompute.builds.seal import WITHOUT_INTERACTIONS
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.index import lengths_of
+from precompute.events.marks import marks_file
 from precompute.gates.evidence.scan import Scan, read_records, scan_table
 from precompute.gates.evidence.user_sample import UserSample, sample_users
 from precompute.partitions.catalogue import ITEM_FEATURES, item_texts, ordinals_of_texts
@@ -104,7 +105,14 @@ class Evidence:
             self.manifest.entity_sets["user"],
             self.directories["user"],
             history_limit=self._history_limit,
+            unasked=self._unasked,
         )
+
+    @property
+    def _unasked(self) -> Path | None:
+        """Marks of those whom nobody asked about where only features name them; None if some model answers for them."""
+        path = self.root / marks_file("user")
+        return path if self.bundle.needs_history and path.is_file() else None
 
     @cached_property
     def live_items(self) -> ItemTable | None:

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
+from cache.format.ids import FINGERPRINT_SEED
 from cache.format.manifest import EntitySet
+from precompute.events.marks import are_marked
 from precompute.partitions.shard_files import (
     HASH,
     USER_VECTORS,
@@ -99,9 +101,17 @@ def _users(folder: Path, shard: int) -> Any:
 
 
 def sample_users(
-    folder: Path, entities: EntitySet, directory: Directory, *, history_limit: int
+    folder: Path,
+    entities: EntitySet,
+    directory: Directory,
+    *,
+    history_limit: int,
+    unasked: Path | None = None,
 ) -> UserSample:
-    """Choose among the users of the first slice of each shard that gates read; the same files give the same sample."""
+    """Choose among the users of the first slice of each shard that gates read; the same files give the same sample.
+
+    Of those whom a file of marks names as `unasked` nobody is counted whom features alone name.
+    """
     shards = sampled_shards(entities)
     per_shard = -(-PER_STRATUM // len(shards))
     parts = []
@@ -109,7 +119,9 @@ def sample_users(
         with scratch_folder(folder) as scratch:
             slices = slice_shard(folder, shard, len(entities.parts), scratch, first=1)
             (number,) = slices.numbers
-            parts.append(_slice(slices.folder, number, directory, per_shard, history_limit))
+            parts.append(
+                _slice(slices.folder, number, directory, per_shard, history_limit, unasked)
+            )
     starts = np.cumsum([0, *(len(part.positions) for part in parts)])
     users = _joined([part.users for part in parts])
     return UserSample(
@@ -128,10 +140,15 @@ def sample_users(
 
 
 def _slice(
-    folder: Path, shard: int, directory: Directory, per_stratum: int, history_limit: int
+    folder: Path,
+    shard: int,
+    directory: Directory,
+    per_stratum: int,
+    history_limit: int,
+    unasked: Path | None,
 ) -> UserSample:
     kinds = kinds_in(folder, shard)
-    rows, _, features, *others = map(read_stream, shard_paths(folder, shard, kinds))
+    rows, ids, features, *others = map(read_stream, shard_paths(folder, shard, kinds))
     users = _users(folder, shard).combine_chunks()
     grouped = rows.group_by(HASH).aggregate([("time", "min"), ("time", "max"), ("time", "count")])
     if pc.index_in(grouped.column(HASH), users.column(HASH)).null_count:
@@ -144,6 +161,12 @@ def _slice(
         for what in ("count", "min", "max")
     )
     hashes = text_hashes(users.column("user"), directory.seed)
+    in_source = len(hashes)
+    if unasked is not None:
+        named = np.concatenate([np.asarray(each.column(HASH)) for each in (ids, *others)])
+        marks = text_hashes(users.column("user"), FINGERPRINT_SEED)
+        alone = are_marked(unasked, marks) & ~np.isin(np.asarray(users.column(HASH)), named)
+        in_source -= int(alone.sum())
     positions = directory.find_many(hashes)
     known = np.flatnonzero(positions >= 0)
     known = known[np.argsort(positions[known], kind="stable")]
@@ -160,7 +183,7 @@ def _slice(
     if USER_VECTORS in kinds:
         users = replace(users, vectors=_vectors(users, others[0]))
     strata = {name: np.searchsorted(picked, np.sort(each)) for name, each in chosen.items()}
-    return UserSample(users, positions[picked], chose, strata, len(hashes), len(known))
+    return UserSample(users, positions[picked], chose, strata, in_source, len(known))
 
 
 def _inputs(

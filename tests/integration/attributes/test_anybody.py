@@ -27,6 +27,10 @@ def wrong(config: NightConfig) -> list[Event]:
     ]  # fmt: skip
     events = [Event("", 0, user, item, attributes=each) for user, item, each in values]
     events += [Event("", 0, b"stranger-%d" % each, b"nowhere") for each in range(STRANGERS)]
+    # Of whom a value is usable, but who did nothing: no list is asked for.
+    events += [
+        Event("", 0, b"new-%d" % each, attributes={"country": 2}) for each in range(STRANGERS)
+    ]
     return [replace(each, id=f"e{number}") for number, each in enumerate(events)]
 
 
