@@ -18,7 +18,7 @@ from serving.admission.loop_lag import Pulse
 from serving.config.cpu_affinity import check_cores, place_thread
 from serving.config.settings import ServingConfig
 from serving.fresh.newer_events import NewerEvents
-from serving.lookup.event_inference import compute_of
+from serving.lookup.batch_inference import compute_of
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
 from serving.lookup.leases import Lead

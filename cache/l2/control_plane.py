@@ -124,9 +124,7 @@ class ServerControl(ControlPlane):
     Such a one keeps its connections and answers reads; only a write tells.
     """
 
-    def __init__(
-        self, keyspace: Keyspace, pool: ConnectionPool, renew: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, keyspace: Keyspace, pool: ConnectionPool, renew: Callable[[], None]) -> None:
         self.keyspace = keyspace
         self._client: Redis = Redis(connection_pool=pool)
         self._renew = renew

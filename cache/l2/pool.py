@@ -10,10 +10,10 @@ from cache.l2.connection import Pipeline, PipelineConnection
 
 SECOND_LOOK_S = 0.001
 _COMMANDS_PER_DEADLINE = 500
-RENEWED_S = 5.0
-"""Seconds in which connections are left once at most because their server takes no writes."""
 _PAUSE_S = 1.0
 """Seconds after a refused connection before another one is tried beside those that are open."""
+_RENEWED_S = 5.0
+"""Seconds in which connections are left once at most because their server takes no writes."""
 
 
 def deadline_for(base_s: float, commands: int) -> float:
@@ -41,7 +41,7 @@ class PipelinePool:
         self._waiting: dict[Pipeline, None] = {}
         self._opening: asyncio.Task[None] | None = None
         self._refused_until = 0.0
-        self._renewed_at = -RENEWED_S
+        self._renewed_at = -_RENEWED_S
         self._closing: set[asyncio.Task[None]] = set()
 
     def send(self, pipeline: Pipeline) -> None:
@@ -70,10 +70,10 @@ class PipelinePool:
     def renew(self) -> None:
         """Leaves the server, which takes no writes any more: by the same name another may be there by now.
 
-        What is under way lands as unavailable. Not again within RENEWED_S, where there is no other.
+        What is under way lands as unavailable. Not again within seconds: there may be no other.
         """
         now = asyncio.get_running_loop().time()
-        if now < self._renewed_at + RENEWED_S:
+        if now < self._renewed_at + _RENEWED_S:
             return
         self._renewed_at = now
         for connection in tuple(self._connections):

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from cache.events.event_predictor import EventInput
 from cache.events.new_items import NO_NEW, NewItemsOf
-from cache.model.predictor import LiveInput, Predictor, Prepared
+from cache.model.predictor import LiveInput
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_cost import Cost
-from serving.near.near_matches import NearInput, NearMatches, kind_of
 
 
 class LiveUnavailable(Exception):
@@ -223,74 +222,6 @@ def _resolve(batch: Sequence[Place], outcomes: Sequence[Outcome]) -> None:
             done.set_result(outcome)
         else:
             done.set_exception(outcome)
-
-
-def compute(
-    jobs: Sequence[Job],
-    *,
-    near: NearMatches | None = None,
-    clock: Callable[[], float] = time.time,
-) -> list[Outcome]:
-    """Runs one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
-    snapshot, table = jobs[0].snapshot, jobs[0].table
-    predictor = snapshot.predictor
-    if predictor is None:
-        return [LiveUnavailable("no_model")] * len(jobs)
-    outcomes: list[Outcome] = [LiveUnavailable("no_usable_input")] * len(jobs)
-    ready: list[tuple[int, Prepared]] = []
-    try:
-        found = predictor.prepare_all(table, [job.source for job in jobs])
-    except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
-        return [without_frames(error)] * len(jobs)
-    for place, prepared in enumerate(found):
-        if isinstance(prepared, Prepared):
-            ready.append((place, prepared))
-        elif prepared is not None:
-            outcomes[place] = prepared
-    if near is not None and not near.covers(snapshot, table):
-        near = None
-    _predict(predictor, jobs, ready, outcomes, int(clock()), near)
-    return outcomes
-
-
-def _predict(
-    predictor: Predictor,
-    jobs: Sequence[Job],
-    ready: Sequence[tuple[int, Prepared]],
-    outcomes: list[Outcome],
-    scored_at: int,
-    near: NearMatches | None,
-) -> None:
-    if not ready:
-        return
-    snapshot, table = jobs[0].snapshot, jobs[0].table
-    try:
-        if near is not None:
-            inputs = [_near_input(jobs[place], prepared) for place, prepared in ready]
-            found = near.predict(snapshot, table, inputs, scored_at)
-            for (place, prepared), (record, distance) in zip(ready, found, strict=True):
-                outcomes[place] = Computed(record, prepared.dropped, distance)
-            return
-        records = predictor.predict(
-            table,
-            [prepared for _, prepared in ready],
-            [jobs[place].fingerprint for place, _ in ready],
-            scored_at,
-            blocked=snapshot.blocked_ordinals,
-        )
-        for (place, prepared), record in zip(ready, records, strict=True):
-            outcomes[place] = Computed(record, prepared.dropped)
-    except Exception as error:
-        if len(ready) == 1:
-            outcomes[ready[0][0]] = without_frames(error)
-            return
-        half = len(ready) // 2  # whose fault it is takes twice the logarithm of runs to find
-        for part in (ready[:half], ready[half:]):
-            _predict(predictor, jobs, part, outcomes, scored_at, near)
-
-
-def _near_input(job: Job, prepared: Prepared) -> NearInput:
-    return NearInput(prepared, job.fingerprint, kind_of(job.source) if job.may_reuse else None)
 
 
 def without_frames(error: Exception) -> Exception:

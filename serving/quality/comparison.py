@@ -16,7 +16,8 @@ from cache.model.agreement import cosine, overlap, relative_errors
 from cache.model.input_preparation import LiveInput
 from cache.model.tower_spec import TowerSpec
 from serving.generations.snapshot import Snapshot
-from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, compute
+from serving.lookup.batch_inference import compute
+from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
 from serving.quality.night_inputs import Inputs
 from serving.usage.answer_sampling import Pick
 

@@ -28,7 +28,8 @@ from cache.model.predictor import LiveInput
 from cache.store.blocklist import Blocklist
 from serving.config.settings import Precision, ServingConfig
 from serving.generations.snapshot import Snapshot
-from serving.lookup.micro_batcher import Computed, Job, MicroBatcher, compute
+from serving.lookup.batch_inference import compute
+from serving.lookup.micro_batcher import Computed, Job, MicroBatcher
 from serving.process.gc_tuning import settle
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.harness import Options, Report, alternate, parse

@@ -36,8 +36,9 @@ from cache.tiers.tiered import Found, Tiered
 from precompute.config.settings import NightConfig, TableConfig
 from serving.bootstrap import running
 from serving.http.service import Service
+from serving.lookup.batch_inference import compute
 from serving.lookup.entity import want_in
-from serving.lookup.micro_batcher import Job, compute
+from serving.lookup.micro_batcher import Job
 from serving.requests.content import lookup_of
 from serving.requests.models import Ask
 from tests.bench.tools.harness import Options, Report, alternate, parse

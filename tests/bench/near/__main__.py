@@ -28,7 +28,8 @@ from precompute.config.settings import NightConfig, ReferenceConfig, TableConfig
 from precompute.operations.train import train_reference
 from serving.config.settings import ServingConfig
 from serving.generations.snapshot import Snapshot
-from serving.lookup.micro_batcher import Compute, Computed, Job, MicroBatcher, compute
+from serving.lookup.batch_inference import compute
+from serving.lookup.micro_batcher import Compute, Computed, Job, MicroBatcher
 from serving.near.near_matches import NearMatches
 from serving.process.gc_tuning import settle
 from tests.bench.live import Measured, compare, open_snapshot

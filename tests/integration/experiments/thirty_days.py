@@ -100,7 +100,7 @@ class DayControl(ServerControl):
     """Redis' own clock is the days'."""
 
     def __init__(self, namespace: str, pool: ConnectionPool, clock: Clock) -> None:
-        super().__init__(Keyspace(namespace), pool)
+        super().__init__(Keyspace(namespace), pool, lambda: None)
         self._days = clock
 
     async def time(self) -> float:

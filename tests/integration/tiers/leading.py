@@ -20,10 +20,11 @@ from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import Tiered
 from serving.generations.served_set import Holding
+from serving.lookup.batch_inference import compute
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
 from serving.lookup.leases import Lead
-from serving.lookup.micro_batcher import Computed, Job, compute
+from serving.lookup.micro_batcher import Computed, Job
 from tests.unit.serving.world import World, ask, entity, ids
 
 

@@ -16,10 +16,11 @@ from cache.process.redis_server import RedisServer
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import Tiered
 from serving.generations.served_set import Holding
+from serving.lookup.batch_inference import compute
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
 from serving.lookup.leases import Lead
-from serving.lookup.micro_batcher import MicroBatcher, compute
+from serving.lookup.micro_batcher import MicroBatcher
 from serving.requests.models import RequestedEntity
 from tests.unit.serving.world import World, ask, entity, ids
 

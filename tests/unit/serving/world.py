@@ -28,9 +28,10 @@ from serving.admission.gate import AdmissionGate
 from serving.answers.default_lists import Default
 from serving.config.settings import ServingConfig
 from serving.generations.snapshot import Snapshot
+from serving.lookup.batch_inference import compute
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, compute
+from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
 from serving.metrics.registry import Metrics
 from serving.requests.fast_parse import Headers
 from serving.requests.models import Ask, Limits, RequestedEntity, RequestOptions

@@ -20,9 +20,10 @@ from serving.admission.controller import Admission
 from serving.admission.loop_lag import Pulse
 from serving.generations.served_set import Holding
 from serving.http.asgi_app import ADMITTED, Front
+from serving.lookup.batch_inference import compute
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.micro_batcher import Computed, Job, MicroBatcher, compute
+from serving.lookup.micro_batcher import Computed, Job, MicroBatcher
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ask, entity, gate_of, ids
 

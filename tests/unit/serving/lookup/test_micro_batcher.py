@@ -10,14 +10,8 @@ import pytest
 
 from cache.model.predictor import LiveInput
 from serving.generations.snapshot import Snapshot
-from serving.lookup.micro_batcher import (
-    Computed,
-    Job,
-    LiveUnavailable,
-    MicroBatcher,
-    Outcome,
-    compute,
-)
+from serving.lookup.batch_inference import compute
+from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, MicroBatcher, Outcome
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ids
 

@@ -1,4 +1,4 @@
-"""Inference from newer events and with new items, beside that from what callers send."""
+"""Inference for a batch of jobs: from what callers send, from newer events, and with new items."""
 
 import functools
 import time
@@ -13,10 +13,9 @@ from serving.lookup.micro_batcher import (
     Job,
     LiveUnavailable,
     Outcome,
-    compute,
     without_frames,
 )
-from serving.near.near_matches import NearMatches
+from serving.near.near_matches import NearInput, NearMatches, kind_of
 
 _Prepare = Callable[[], Sequence[Prepared | InvalidInput | None]]
 _Predict = Callable[[Sequence[Job], Sequence[Prepared]], Sequence[Computed]]
@@ -32,6 +31,41 @@ def compute_of(near: NearMatches | None = None, clock: Callable[[], float] = tim
         return with_new_items(jobs, int(clock())) if jobs[0].new.items else plain(jobs)
 
     return run
+
+
+def compute(
+    jobs: Sequence[Job],
+    *,
+    near: NearMatches | None = None,
+    clock: Callable[[], float] = time.time,
+) -> list[Outcome]:
+    """Runs one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
+    snapshot, table, scored_at = jobs[0].snapshot, jobs[0].table, int(clock())
+    predictor = snapshot.predictor
+    if predictor is None:
+        return [LiveUnavailable("no_model")] * len(jobs)
+
+    def predict(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+        prints = [each.fingerprint for each in some]
+        records = predictor.predict(
+            table, batch, prints, scored_at, blocked=snapshot.blocked_ordinals
+        )
+        found = zip(records, batch, strict=True)
+        return [Computed(record, prepared.dropped) for record, prepared in found]
+
+    def reuse(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+        assert near is not None  # noqa: S101 - else nobody asks
+        found = near.predict(snapshot, table, list(map(_near_input, some, batch)), scored_at)
+        return [
+            Computed(record, prepared.dropped, distance)
+            for (record, distance), prepared in zip(found, batch, strict=True)
+        ]
+
+    may_reuse = near is not None and near.covers(snapshot, table)
+    sources = [each.source for each in jobs]
+    return _outcomes(
+        jobs, lambda: predictor.prepare_all(table, sources), reuse if may_reuse else predict
+    )
 
 
 def with_events(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
@@ -74,6 +108,10 @@ def with_new_items(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
 
 
 def _outcomes(jobs: Sequence[Job], prepare: _Prepare, predict: _Predict) -> list[Outcome]:
+    """Outcomes of jobs whose inputs are prepared, and predicted from, together.
+
+    Where that raises, halves are tried: whose fault it is takes twice the logarithm of runs to find.
+    """
     outcomes: list[Outcome] = [LiveUnavailable("no_usable_input")] * len(jobs)
     try:
         found = prepare()
@@ -85,27 +123,21 @@ def _outcomes(jobs: Sequence[Job], prepare: _Prepare, predict: _Predict) -> list
             ready.append((place, prepared))
         elif prepared is not None:
             outcomes[place] = prepared
-    _put(jobs, ready, outcomes, predict)
+    left = [ready] if ready else []
+    while left:
+        part = left.pop()
+        try:
+            computed = predict([jobs[place] for place, _ in part], [each for _, each in part])
+        except Exception as error:
+            if len(part) == 1:
+                outcomes[part[0][0]] = without_frames(error)
+            else:
+                left += [part[len(part) // 2 :], part[: len(part) // 2]]
+            continue
+        for (place, _), each in zip(part, computed, strict=True):
+            outcomes[place] = each
     return outcomes
 
 
-def _put(
-    jobs: Sequence[Job],
-    ready: Sequence[tuple[int, Prepared]],
-    outcomes: list[Outcome],
-    predict: _Predict,
-) -> None:
-    if not ready:
-        return
-    try:
-        found = predict([jobs[place] for place, _ in ready], [each for _, each in ready])
-    except Exception as error:
-        if len(ready) == 1:
-            outcomes[ready[0][0]] = without_frames(error)
-            return
-        half = len(ready) // 2
-        for part in (ready[:half], ready[half:]):
-            _put(jobs, part, outcomes, predict)
-        return
-    for (place, _), computed in zip(ready, found, strict=True):
-        outcomes[place] = computed
+def _near_input(job: Job, prepared: Prepared) -> NearInput:
+    return NearInput(prepared, job.fingerprint, kind_of(job.source) if job.may_reuse else None)
