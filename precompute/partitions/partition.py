@@ -100,7 +100,7 @@ def partition(
     earlier: Earlier | None = None,
     events: Sequence[SourceFile] = (),
     values: EntityValues = NO_VALUES,
-    unasked: Collection[bytes] = (),
+    set_by_events: Collection[bytes] = (),
 ) -> Partitioned:
     """Write each shard's Arrow files (`kinds_in`) into `folder`, trying seeds until no id collides.
 
@@ -108,9 +108,9 @@ def partition(
     more, or less, is known than then are written down (TOUCHED). No cut leaves out what files of `events` have.
     Features have the `values` that events set for users. Users' vectors, if the night is given any, must have `dims`
     numbers. What is erased is in none of the files, nor in what `late` is told; `restart` is called before the sources
-    are read once more. Values that one of `feature_inputs` cannot use are noted. Of the `unasked` nobody is counted
-    whom features alone name: events set theirs, and no model answers for them. Raises ConfigError where this process
-    may not open a file for each shard, SourceError for an input that no row can fill.
+    are read once more. Values that one of `feature_inputs` cannot use are noted. Of those whose values are
+    `set_by_events` nobody is counted whom features alone name: no model answers for them. Raises ConfigError where this
+    process may not open a file for each shard, SourceError for an input that no row can fill.
     """
     folder.mkdir(parents=True, exist_ok=True)
     allow_files((FILES_AT_ONCE + (earlier is not None)) * config.shards)
@@ -132,9 +132,13 @@ def partition(
         with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
             # What is taken over was counted when it was read.
             noted = unusable if earlier is None else Unusable()
-            alone = np.unique(hasher(list(unasked), seed)) if unasked else np.empty(0, np.uint64)
+            alone = (
+                np.unique(hasher(list(set_by_events), seed))
+                if set_by_events
+                else np.empty(0, np.uint64)
+            )
             count = partial(
-                _count_users, folder, shards=config.shards, unusable=noted, unasked=alone
+                _count_users, folder, shards=config.shards, unusable=noted, set_by_events=alone
             )
             users = list(pool.map(count, range(config.shards)))
         if None not in users:
@@ -146,11 +150,11 @@ def partition(
 
 
 def _count_users(
-    folder: Path, shard: int, shards: int, unusable: Unusable, unasked: NDArray[np.uint64]
+    folder: Path, shard: int, shards: int, unusable: Unusable, set_by_events: NDArray[np.uint64]
 ) -> int | None:
     """The entities of a shard, None when two share a hash; who comes twice in a table is noted.
 
-    Not those with an `unasked` hash whom its features alone name.
+    Not those whose values are `set_by_events`, by their sorted hashes, where features alone name them.
     """
     with scratch_folder(folder) as scratch:
         kinds = naming(kinds_in(folder, shard))
@@ -161,9 +165,11 @@ def _count_users(
             ids, *tables = map(read_stream, shard_paths(slices.folder, number, kinds))
             for source, table in zip((USER_ROWS, VECTOR_ROWS), tables, strict=False):
                 _note_again(source, table, unusable)
-            if len(unasked):
+            if len(set_by_events):
                 features, *others = (np.asarray(each.column(HASH)) for each in (*tables, ids))
-                alone = np.setdiff1d(np.intersect1d(features, unasked), np.concatenate(others))
+                alone = np.setdiff1d(
+                    np.intersect1d(features, set_by_events), np.concatenate(others)
+                )
                 uncounted += len(alone)
     return users - uncounted if users == hashes else None
 

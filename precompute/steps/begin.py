@@ -250,7 +250,7 @@ def _prepare(
             earlier=earlier,
             events=events.files,
             values=values.users,
-            unasked=values.users if bundle.needs_history else (),
+            set_by_events=values.users if bundle.needs_history else (),
         )
         pinned = pinning.result()
     if not seen.users:

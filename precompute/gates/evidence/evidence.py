@@ -105,12 +105,12 @@ class Evidence:
             self.manifest.entity_sets["user"],
             self.directories["user"],
             history_limit=self._history_limit,
-            unasked=self._unasked,
+            set_by_events=self._set_by_events,
         )
 
     @property
-    def _unasked(self) -> Path | None:
-        """Marks of those whom nobody asked about where only features name them; None if some model answers for them."""
+    def _set_by_events(self) -> Path | None:
+        """Marks of the users that events set values for; None if some model answers for who has features alone."""
         path = self.root / marks_file("user")
         return path if self.bundle.needs_history and path.is_file() else None
 

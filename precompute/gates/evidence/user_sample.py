@@ -106,11 +106,11 @@ def sample_users(
     directory: Directory,
     *,
     history_limit: int,
-    unasked: Path | None = None,
+    set_by_events: Path | None = None,
 ) -> UserSample:
     """Choose among the users of the first slice of each shard that gates read; the same files give the same sample.
 
-    Of those whom a file of marks names as `unasked` nobody is counted whom features alone name.
+    Of those whose values are `set_by_events`, by a file of marks, nobody is counted whom features alone name.
     """
     shards = sampled_shards(entities)
     per_shard = -(-PER_STRATUM // len(shards))
@@ -120,7 +120,7 @@ def sample_users(
             slices = slice_shard(folder, shard, len(entities.parts), scratch, first=1)
             (number,) = slices.numbers
             parts.append(
-                _slice(slices.folder, number, directory, per_shard, history_limit, unasked)
+                _slice(slices.folder, number, directory, per_shard, history_limit, set_by_events)
             )
     starts = np.cumsum([0, *(len(part.positions) for part in parts)])
     users = _joined([part.users for part in parts])
@@ -145,7 +145,7 @@ def _slice(
     directory: Directory,
     per_stratum: int,
     history_limit: int,
-    unasked: Path | None,
+    set_by_events: Path | None,
 ) -> UserSample:
     kinds = kinds_in(folder, shard)
     rows, ids, features, *others = map(read_stream, shard_paths(folder, shard, kinds))
@@ -162,10 +162,10 @@ def _slice(
     )
     hashes = text_hashes(users.column("user"), directory.seed)
     in_source = len(hashes)
-    if unasked is not None:
+    if set_by_events is not None:
         named = np.concatenate([np.asarray(each.column(HASH)) for each in (ids, *others)])
         marks = text_hashes(users.column("user"), FINGERPRINT_SEED)
-        alone = are_marked(unasked, marks) & ~np.isin(np.asarray(users.column(HASH)), named)
+        alone = are_marked(set_by_events, marks) & ~np.isin(np.asarray(users.column(HASH)), named)
         in_source -= int(alone.sum())
     positions = directory.find_many(hashes)
     known = np.flatnonzero(positions >= 0)

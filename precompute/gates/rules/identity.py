@@ -60,11 +60,6 @@ def identity(candidate: Candidate) -> Measured:
     return Measured(not wrong, wrong, 0, noted or said)
 
 
-def _is_kept(build: Build, model: str) -> bool:
-    """True if outputs of a model are copied: of one whose rows depend on their batch none are, nor would be found."""
-    return bool(build.need("embed_items")["regrouped"].get(model, False))
-
-
 def _few(candidate: Candidate, shard: int, count: int, most: int) -> np.random.Generator:
     seed = crc32(f"{candidate.manifest.generation} {shard} {count} {most}".encode())
     return np.random.default_rng(seed)
@@ -83,8 +78,9 @@ def _users(candidate: Candidate, work: ShardWork, most: int) -> Iterator[tuple[s
     hashes = np.asarray(directory.parts[work.number])[rows]
     with scratch_folder(build.root / PARTITION) as scratch:
         again = users_again(work, hashes, scratch)
+    alike = build.need("embed_items")["regrouped"]  # outputs of other models are not copied
     for name, table in work.tables.items():
-        if not _is_kept(build, str(table.value) if table.kind == "value" else "user_tower"):
+        if not alike.get(str(table.value) if table.kind == "value" else "user_tower"):
             continue
         stored = candidate.evidence.records_of(candidate.manifest.stored[name], first + rows)
         for hash_, record in zip(hashes.tolist(), stored, strict=True):
@@ -100,8 +96,9 @@ def _items(
     rows = np.arange(bounds[shard], bounds[shard + 1])
     rng = _few(candidate, shard, len(rows), most)
     rows = np.sort(rng.choice(rows, min(most, len(rows)), replace=False))
+    alike = work.build.need("embed_items")["regrouped"]
     for name, table in work.tables.items():
-        if table.kind == "value" and not _is_kept(work.build, str(table.value)):
+        if table.kind == "value" and not alike.get(str(table.value)):
             continue
         stored = candidate.evidence.records_of(candidate.manifest.stored[name], rows)
         again = work.records(name, rows)
