@@ -160,9 +160,15 @@ async def test_values_are_reused_and_the_client_and_arrow_have_the_mark(
         assert int(np.argmax(each["answer"]["values"])) == first
     for binary in (False, True):  # JSON, and Arrow
         client = AsyncClient(BASE, transport=app.http._transport, binary=binary)
-        sent = [strangers.mood() for _ in range(60)]
-        entities = [Entity(each["id"], features=each["features"]) for each in sent]
-        marks = [each.near for each in await client.lookup_many("user_mood", entities)]
+        marks: list[float | None] = []
+        for _ in range(
+            20
+        ):  # which ones are computed all the same is drawn: of sixty it may be none
+            sent = [strangers.mood() for _ in range(60)]
+            entities = [Entity(each["id"], features=each["features"]) for each in sent]
+            marks += [each.near for each in await client.lookup_many("user_mood", entities)]
+            if None in marks:
+                break
         assert None in marks and any(mark is not None and 0 <= mark < 0.5 for mark in marks)
 
 
