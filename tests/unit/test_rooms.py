@@ -1,7 +1,6 @@
-"""Rooms: packages whose imports only go down, small enough to be held in the head."""
+"""Rooms: packages whose imports only go down."""
 
 import ast
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -9,8 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODULES_MAX = 12
-TESTS_MAX = 25
 ROOMS = (
     "cache", "cache.mrc", "cache.control", "cache.format.records", "cache.native", "cache.process", "cache.format",
     "cache.store", "cache.l2.sentinel", "cache.l2", "cache.config", "cache.l2.cluster", "cache.model",
@@ -134,16 +131,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_is_small_and_says_what_it_is_for(room: str) -> None:
+def test_a_room_says_what_it_is_for(room: str) -> None:
     folder = ROOT / room.replace(".", "/")
 
-    assert len([each for each in folder.glob("*.py") if each.name != "__init__.py"]) <= MODULES_MAX
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-
-
-def test_no_folder_of_tests_or_infra_is_a_hallway() -> None:
-    for top, most in (("tests", TESTS_MAX), ("infra", MODULES_MAX), ("dags", MODULES_MAX)):
-        files = [each for each in (ROOT / top).rglob("*.py") if each.name != "__init__.py"]
-        folders = Counter(each.parent for each in files)
-
-        assert {each for each, count in folders.items() if count > most} == set()
