@@ -16,6 +16,7 @@ from serving.config.settings import ServingConfig, check_token
 from serving.config.tls import TlsFiles, TlsWatch
 from serving.http import openapi
 from serving.http.asgi_app import Fast, Front
+from serving.http.http1_protocol import Http1Protocol
 from serving.http.routes import routes
 from serving.lookup.service import LookupService
 from serving.observability import Traced, watched
@@ -112,12 +113,12 @@ def make_server(
 ) -> Server:
     """A server for the application; `announce` is called once it answers.
 
-    With `fast_http` its connections answer lookups themselves, and have bounds of their own; else they are uvicorn's.
+    With `fast_http` its connections answer lookups themselves, and have bounds of their own; else uvicorn's do.
     """
     tls: TlsWatch | None = app.state.tls
     rest = config.drain_s, announce, tls, config.head_timeout_s
     if not config.fast_http:
-        return Server(settings_of(app, config, log_level, "httptools", tls), None, *rest)
+        return Server(settings_of(app, config, log_level, Http1Protocol, tls), None, *rest)
     from serving.fast_http.connection import Shared, protocol
 
     shared = Shared(app, config.bounds(make_room(config.connections_max)))

@@ -11,10 +11,11 @@ import struct
 from typing import Any
 
 from starlette.types import Message
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from serving.fast_http.connections import Connections
 from serving.fast_http.inbound import PIECE, Inbound, Stage
+from serving.http.http1_protocol import Http1Protocol
 
 _AT_ONCE = struct.pack("ii", 1, 0)
 _REFUSALS = {
@@ -27,7 +28,7 @@ _REFUSALS = {
 """Status -> what the end is counted as, and what the peer is told."""
 
 
-class Connection(HttpToolsProtocol):
+class Connection(Http1Protocol):
     """A uvicorn connection that counts open requests, and winds the idle clock for those answered past uvicorn.
 
     What comes is parsed within bounds (`Inbound`): beyond them the connection takes no more, and ends.
@@ -118,6 +119,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Notes that the request is read as a whole, then goes on as uvicorn does."""
+        if self.parser.should_upgrade():
+            return  # the parser stopped at the head; the body is read next
         self._open -= 1
         self._inbound.is_whole = True
         super().on_message_complete()

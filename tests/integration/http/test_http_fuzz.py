@@ -17,13 +17,13 @@ import uvicorn
 import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from precompute.config.settings import NightConfig
 from serving.app import create_app
 from serving.fast_http.connection import Shared, protocol
 from serving.fast_lookup.dispatcher import Hot
+from serving.http.http1_protocol import Http1Protocol
 from tests import hostile
 from tests.integration.http.hot_way import NOW
 from tests.integration.nights import build_night, histories
@@ -160,7 +160,7 @@ def court(night: NightConfig) -> Iterator[Court]:
         ladder._clock = ladder.reply._clock = lambda: NOW
         found = Court(
             runner, state, shared, sorted(histories(night))[:6],
-            lambda: ours(config, state, {}), lambda: HttpToolsProtocol(config, state, {}),
+            lambda: ours(config, state, {}), lambda: Http1Protocol(config, state, {}),
         )  # fmt: skip
 
         async def listen(make: Callable[[], asyncio.Protocol]) -> Any:

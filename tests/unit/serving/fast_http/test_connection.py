@@ -10,7 +10,6 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from cache.config.peers import Bounds
@@ -18,6 +17,7 @@ from serving.access.callers import Callers
 from serving.fast_http.connection import LookupConnection, Shared
 from serving.fast_http.header_cache import plain, without_length
 from serving.http.asgi_app import ADMITTED
+from serving.http.http1_protocol import Http1Protocol
 from serving.tracing.request_context import CALLER
 
 READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
@@ -184,7 +184,7 @@ class Connection:
         self.state.default_headers = list(HEADERS)
         given: tuple[Any, ...] = (config, self.state, {}, asyncio.get_running_loop())
         self.protocol = (
-            HttpToolsProtocol(*given)
+            Http1Protocol(*given)
             if front is None
             else LookupConnection(Shared(front, bounds), *given)  # type: ignore[arg-type]
         )
