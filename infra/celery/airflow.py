@@ -8,6 +8,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from cache.errors import ConfigError
+from cache.process.extras import install_command
 from cache.process.redis_server import find_server, server
 from infra.celery.postgres import find_postgres, postgres
 from infra.celery.workers import CeleryWorkers
@@ -65,7 +66,7 @@ def check_installed() -> None:
     missing = [name for name in _PACKAGES if not any(distributions(name=name))]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)} is not installed: `make env`, or pip install 'larder[airflow]'"
+            f"{', '.join(missing)} is not installed: `make env`, or {install_command('airflow')}"
         )
     find_server()
     find_postgres()

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cache.process.extras import PRECOMPUTE, missing
+from cache.process.extras import PRECOMPUTE, SERVING, missing
 
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "precompute": PRECOMPUTE,
+    "serving": SERVING,
     "airflow": ("airflow", *PRECOMPUTE),
     "client": ("httpx",),
     "completion": ("shtab",),
@@ -15,7 +16,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Extra -> modules that tell whether it is installed."""
 
-DEMO: Final = ("airflow", "client")
+DEMO: Final = ("airflow", "client", "serving")
 PRECOMPUTES: Final = ("precompute",)
 NIGHT: Final = "infra.cli.night_commands"
 """Module of the commands that are those of `python -m precompute`, under the same names."""
@@ -61,7 +62,7 @@ ENTRIES: Final = (
     CommandEntry("hand-over", "Night"),
     CommandEntry("freshness", "Night"),
     CommandEntry("dags", "Night", "infra.cli.dags"),
-    CommandEntry("serve", "Day", "serving.__main__", "answer over HTTP"),
+    CommandEntry("serve", "Day", "serving.__main__", "answer over HTTP", ("serving",)),
     CommandEntry("lookup", "Day", "serving.explain.lookup_cli", "ask a running service for one answer"),
     CommandEntry("explain", "Day", "serving.explain.cli", "why it is that one"),
     CommandEntry("top", "Day", "serving.dashboard.terminal.command", "the dashboard in a terminal", ("top",)),

@@ -3,18 +3,24 @@
 import argparse
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from cache.errors import ConfigError
 from cache.formats import RELEASE
 from cache.process.command_line import json_text
+from cache.process.extras import install_command
 
 PACKAGED = Path(__file__).parents[2] / "dags"
 FOLDER = "larder"
 """Folder of ours within Airflow's."""
+AIRFLOW_OLDEST: Final = (3, 3)
+"""First release of Airflow that has all that the DAG files import."""
+AIRFLOW_NEXT_MAJOR: Final = (4,)
 _MARK = "# Written by `larder dags install`"
 
 State = Literal["missing", "current", "older", "changed", "foreign"]
@@ -52,6 +58,9 @@ class DagFile:
 def main(words: Sequence[str], *, prog: str) -> int:
     """Exit code: 0 all files are of this release; raises ConfigError, nothing written, where one is in the way."""
     sent = argument_parser(prog).parse_args(words)
+    airflow = airflow_version()
+    if airflow is not None and (why := airflow_refusal(airflow)) is not None:
+        raise ConfigError(why)
     files = list(files_in(dags_folder(sent.folder)))
     states = {each: each.state() for each in files}
     if not sent.force:
@@ -73,11 +82,37 @@ def main(words: Sequence[str], *, prog: str) -> int:
         return 0
     for file, state in states.items():
         print(f"{file.target}: {'as it was' if state == 'current' else 'written'}")
+    if airflow is None:
+        print(
+            "Airflow is not installed in this environment, so its version was not looked at: the DAGs need Airflow 3.3."
+        )
     print(
-        "Airflow's tasks need this environment (larder[airflow]), LARDER_CONFIG with an absolute path, REDIS_URL,"
+        f"Airflow's tasks need Larder in Airflow's own environment: {install_command('precompute')}."
     )
-    print('and a pool: airflow pools set gpu 2 "scoring tasks". Each file tells how it is run.')
+    print("They need LARDER_CONFIG with an absolute path, REDIS_URL, and a pool:")
+    print('airflow pools set gpu 2 "scoring tasks". Each file tells how it is run.')
     return 0
+
+
+def airflow_version() -> str | None:
+    """Version of the Airflow in this environment, None without one; from metadata, since an import writes files."""
+    for distribution in ("apache-airflow-core", "apache-airflow"):  # Airflow 2 is only the second
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def airflow_refusal(installed: str) -> str | None:
+    """Why the DAG files cannot work under a version of Airflow, with the remedy; None if they can."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
+    if AIRFLOW_OLDEST <= numbers < AIRFLOW_NEXT_MAJOR:
+        return None
+    return (
+        f"the DAGs need Airflow 3.3, and Airflow {installed} is installed here: upgrade Airflow, or have it run "
+        "`larder night` from an environment of Larder's own"
+    )
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:

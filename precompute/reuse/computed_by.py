@@ -6,9 +6,10 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from cache.formats import RELEASE
 from cache.topk.compiled import kernel
 
-_LIBRARIES = ("larder", "numpy", "onnxruntime", "onnxruntime-gpu", "faiss-cpu", "pyarrow")
+_LIBRARIES = ("numpy", "onnxruntime", "onnxruntime-gpu", "faiss-cpu", "pyarrow")
 _ON_A_DEVICE = ("torch", "triton")
 _FLAGS = ("flags", "Features")
 """Names of the line of instructions in /proc/cpuinfo, by architecture."""
@@ -23,7 +24,8 @@ def computed_by(device: str | None = None) -> str:
     versions = [f"{name} {found}" for name in names if (found := _version(name))]
     engine = kernel()
     level = "faiss" if engine is None else f"kernel {engine.level}"
-    return ", ".join([level, f"processor {instructions()}", *_device(device), *versions])
+    processor = f"processor {instructions()}"
+    return ", ".join([level, processor, *_device(device), f"larder {RELEASE}", *versions])
 
 
 @functools.cache

@@ -10,8 +10,11 @@ service's own code (InvalidRequest, Unauthorized, TokenExpired, Forbidden, Gener
 try:
     import httpx as _httpx  # noqa: F401
 except ModuleNotFoundError:
+    from cache.process.extras import install_command as _install_command
+
     raise ModuleNotFoundError(
-        "serving.client needs httpx, not installed here: pip install 'larder[client]'", name="httpx"
+        f"serving.client needs httpx, not installed here: {_install_command('client')}",
+        name="httpx",
     ) from None
 
 from serving.answers.fields import Answer, Ranking

@@ -112,9 +112,9 @@ def test_what_a_base_install_lacks_is_named_with_its_remedy(
     python = install()
 
     for words, remedy in [
-        (("-m", "precompute", "status"), "pip install 'larder[precompute]'"),
-        (("-m", "serving", "top", "--once"), "pip install 'larder[top]'"),
-        (("-c", "import serving.client"), "pip install 'larder[client]'"),
+        (("-m", "precompute", "status"), "pip install 'larder-predictions[precompute]'"),
+        (("-m", "serving", "top", "--once"), "pip install 'larder-predictions[top]'"),
+        (("-c", "import serving.client"), "pip install 'larder-predictions[client]'"),
     ]:
         found = said(python, tmp_path, *words)
         assert found.returncode, words

@@ -29,9 +29,7 @@ TOPS = (
 )
 COMPILED = {"cache/native/_columns", "cache/topk/_topk"}
 BUILT_WITH = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
-GENERATED = re.compile(
-    r"PKG-INFO|setup\.cfg|larder\.egg-info/\w+(\.txt)?|larder\.egg-info/PKG-INFO"
-)
+GENERATED = re.compile(r"PKG-INFO|setup\.cfg|larder_predictions\.egg-info/(PKG-INFO|\w+(\.txt)?)")
 
 
 def source(*, with_c: bool) -> set[str]:
@@ -46,7 +44,7 @@ def in_wheel(wheel: Path) -> set[str]:
     """Names of a wheel's files, without what it says about itself."""
     with zipfile.ZipFile(wheel) as archive:
         names = {each.filename for each in archive.infolist() if not each.is_dir()}
-    return {name for name in names if not re.match(r"larder-[^/]+\.dist-info/", name)}
+    return {name for name in names if not re.match(r"larder_predictions-[^/]+\.dist-info/", name)}
 
 
 def metadata(wheel: Path, name: str = "METADATA") -> Message:
@@ -90,7 +88,7 @@ def test_metadata_tell_the_extras_that_the_page_lists(packages: Packages, kind: 
 
 def test_every_extra_that_a_document_names_exists(packages: Packages) -> None:
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    lists = [re.findall(r"larder\[([\w,]+)\]", page.read_text()) for page in documents]
+    lists = [re.findall(r"larder-predictions\[([\w,]+)\]", page.read_text()) for page in documents]
     named = {extra for found in lists for words in found for extra in words.split(",")}
 
     assert "client" in named

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cache.errors import LarderError
-from cache.process.extras import missing
+from cache.process.extras import install_command, missing
 from infra.cli.check.found import Found
-from infra.cli.dags import dags_folder, files_in
+from infra.cli.dags import airflow_refusal, airflow_version, dags_folder, files_in
 
 if TYPE_CHECKING:
     from cache.config.night import NightConfig
@@ -55,18 +55,26 @@ def look_at_airflow(_config: "NightConfig") -> Found:
             "not used",
             "Airflow is not installed here: `larder night` runs a night, from cron for instance",
         )
+    installed = airflow_version()
+    refusal = None if installed is None else airflow_refusal(installed)
     try:
         folder = dags_folder(None)
     except LarderError:
         return (
             "not used",
-            "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",
+            refusal
+            or "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",
         )
+    if refusal is not None:
+        return "to do", refusal
     states = {file.target: file.state() for file in files_in(folder)}
     for target, state in states.items():
         if state in ("older", "changed", "foreign", "missing"):
             return "to do", f"{target}: {_AIRFLOW[state]}; `larder dags install`"
-    return "ok", f"{len(states)} DAGs in {Path(folder)}"
+    return (
+        "ok",
+        f"{len(states)} DAGs in {Path(folder)}, Airflow {installed or 'of unknown version'}",
+    )
 
 
 def look_at_lineage(_config: "NightConfig") -> Found:
@@ -78,7 +86,7 @@ def look_at_lineage(_config: "NightConfig") -> Found:
     except PackageNotFoundError:
         return (
             "to do",
-            f"lineage needs {_PROVIDER}, not installed here: pip install 'larder[lineage]'",
+            f"lineage needs {_PROVIDER}, not installed here: {install_command('lineage')}",
         )
     if _EXTRACTOR not in map(str.strip, os.environ.get(_EXTRACTORS, "").split(";")):
         return "to do", f"events say nothing of data: set {_EXTRACTORS}={_EXTRACTOR}"

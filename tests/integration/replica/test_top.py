@@ -76,7 +76,7 @@ def test_without_rich_the_extra_is_named(url: str, tmp_path: Path) -> None:
     )
     done = top("--once", "--url", url, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
 
-    assert done.returncode == 2 and "pip install 'larder[top]'" in done.stderr
+    assert done.returncode == 2 and "pip install 'larder-predictions[top]'" in done.stderr
 
 
 def test_it_goes_on_until_ctrl_c_which_ends_it_cleanly(url: str) -> None:

@@ -55,4 +55,4 @@ def test_openlineages_own_client_is_no_provider(monkeypatch: pytest.MonkeyPatch)
 
     state, told = LOOKS["lineage"](NightConfig())
 
-    assert state == "to do" and PROVIDER in told and "larder[lineage]" in told
+    assert state == "to do" and PROVIDER in told and "larder-predictions[lineage]" in told

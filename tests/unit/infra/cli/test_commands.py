@@ -152,11 +152,12 @@ def test_what_is_not_known_is_named_with_the_nearest(
 @pytest.mark.parametrize(
     ("hidden", "words", "end"),
     [
-        (("pyarrow",), ("night",), "needs pyarrow, not installed here: pip install 'larder[precompute]'"),
-        (("onnx", "scipy"), ("init",), "needs onnx, scipy, not installed here: pip install 'larder[precompute]'"),
-        (("rich",), ("top",), "larder top needs rich, not installed here: pip install 'larder[top]'"),
-        (("shtab",), ("completion", "zsh"), "needs shtab, not installed here: pip install 'larder[completion]'"),
-        (("airflow", "httpx"), ("demo",), "airflow, httpx, not installed here: pip install 'larder[airflow,client]'"),
+        (("pyarrow",), ("night",), "needs pyarrow, not installed here: {install}[precompute]'"),
+        (("onnx", "scipy"), ("init",), "needs onnx, scipy, not installed here: {install}[precompute]'"),
+        (("rich",), ("top",), "larder top needs rich, not installed here: {install}[top]'"),
+        (("shtab",), ("completion", "zsh"), "needs shtab, not installed here: {install}[completion]'"),
+        (("fastapi", "uvicorn"), ("serve",), "needs fastapi, uvicorn, not installed here: {install}[serving]'"),
+        (("airflow", "httpx"), ("demo",), "airflow, httpx, not installed here: {install}[airflow,client]'"),
     ],
 )  # fmt: skip
 def test_an_extra_that_is_missing_is_named(
@@ -165,7 +166,43 @@ def test_an_extra_that_is_missing_is_named(
     found = without(*hidden, words=words, cwd=tmp_path)
 
     assert (found.returncode, found.stdout) == (2, "")
+    end = end.format(install="pip install 'larder-predictions")
     assert found.stderr.endswith(f"{end}\n") and found.stderr.count("\n") == 1
+
+
+SERVICE = ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
+
+
+@pytest.mark.parametrize(
+    "words", [("night", "--help"), ("status", "--help"), ("dags", "--help"), ("check", "--json")]
+)
+def test_a_host_of_nights_needs_nothing_of_the_service(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "larder.toml").write_text('namespace = "shop"\n')
+
+    found = without(*SERVICE, words=words, cwd=tmp_path)
+
+    assert (found.returncode, found.stderr) == (3 if words[0] == "check" else 0, "")
+
+
+@pytest.mark.parametrize("module", ["serving.client", "precompute.operations.night", "dags.canary"])
+def test_the_client_and_the_night_load_without_a_web_framework(tmp_path: Path, module: str) -> None:
+    words = f"import sys; sys.meta_path.insert(0, Hide()); import {module}"
+    hide = HIDDEN.partition("import importlib.util")[0].format(hidden=SERVICE)
+
+    found = run("-c", hide + words, cwd=tmp_path)
+
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_the_program_of_the_service_names_its_extra(tmp_path: Path) -> None:
+    words = HIDDEN.partition("sys.argv")[0] + "runpy.run_module('serving', run_name='__main__')"
+
+    found = run("-c", words.format(hidden=("uvicorn",)), cwd=tmp_path)
+
+    assert found.returncode == 2 and found.stderr.count("\n") == 1
+    assert found.stderr.endswith("not installed here: pip install 'larder-predictions[serving]'\n")
 
 
 @pytest.mark.parametrize("words", [("serve", "--help"), ("tokens", "--help"), ("check", "--json")])

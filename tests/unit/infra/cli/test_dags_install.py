@@ -1,12 +1,15 @@
 """`larder dags install`: the DAG files in an Airflow's folder, and nobody else's file touched."""
 
 import ast
+import importlib.metadata
 import json
 from pathlib import Path
 
 import pytest
 
+from cache.config.night import NightConfig
 from infra.cli.__main__ import main
+from infra.cli.check.command import LOOKS
 from infra.cli.dags import PACKAGED
 
 NAMES = sorted(each.name for each in PACKAGED.glob("*.py") if each.stem != "__init__")
@@ -115,3 +118,77 @@ def test_a_folder_that_cannot_be_airflows_is_refused(
     assert f"there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
     assert main(["dags", "install"]) == 2
     assert "AIRFLOW_HOME" in capsys.readouterr().err
+
+
+def has_airflow(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
+    """Let the metadata of this environment tell of one Airflow, or of none."""
+    distribution = importlib.metadata.distribution
+
+    def found(name: str) -> importlib.metadata.Distribution:
+        is_core = name == "apache-airflow-core"
+        if not is_core and name != "apache-airflow":
+            return distribution(name)
+        if installed is None or (is_core and installed.startswith("2.")):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return type("Installed", (), {"version": installed})()  # type: ignore[return-value]
+
+    monkeypatch.setattr(importlib.metadata, "distribution", found)
+
+
+@pytest.mark.parametrize("installed", ["2.10.5", "2.11.0", "3.0.6", "3.1.8", "3.2.1", "4.0.0"])
+def test_an_airflow_that_cannot_run_the_dags_is_refused_and_nothing_is_written(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    installed: str,
+) -> None:
+    has_airflow(monkeypatch, installed)
+
+    assert install(folder, "--force") == 2
+
+    told = capsys.readouterr().err
+    assert f"need Airflow 3.3, and Airflow {installed} is installed here" in told
+    assert "`larder night`" in told and told.count("\n") == 1
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("installed", ["3.3.0rc1", "3.3.2", "3.4.0", None])
+def test_an_airflow_that_runs_the_dags_gets_them(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    installed: str | None,
+) -> None:
+    has_airflow(monkeypatch, installed)
+
+    assert install(folder) == 0
+
+    assert ("version was not looked at" in capsys.readouterr().out) == (installed is None)
+
+
+@pytest.mark.parametrize(
+    ("installed", "state"),
+    [("2.11.0", "to do"), ("3.1.8", "to do"), ("3.2.1", "to do"), ("3.3.2", "ok")],
+)
+def test_check_says_which_airflow_is_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, installed: str, state: str
+) -> None:
+    install(folder)
+    monkeypatch.setenv("AIRFLOW__CORE__DAGS_FOLDER", str(folder))
+    has_airflow(monkeypatch, installed)
+
+    found, told = LOOKS["airflow"](NightConfig())
+
+    assert found == state and f"Airflow {installed}" in told
+
+
+def test_check_names_an_airflow_that_no_dags_were_copied_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("AIRFLOW_HOME", "AIRFLOW__CORE__DAGS_FOLDER"):
+        monkeypatch.delenv(name, raising=False)
+    has_airflow(monkeypatch, "2.10.5")
+
+    state, told = LOOKS["airflow"](NightConfig())
+
+    assert state == "not used" and "Airflow 2.10.5" in told and "larder night" in told
