@@ -53,5 +53,8 @@ LIBRARIES = {
 }
 """Pages that install a library which our environment cannot hold: `tests/installs` runs each in one of its own."""
 
+INSTALLING = {"docs/how-to/install.md", "docs/how-to/join-an-airflow.md"}
+"""Pages that install Larder itself: `tests/installs` runs each in an environment that has none."""
+
 ALL = [block for page in PAGES for block in of_page(page)]
 """Every block of every document, in the order of pages and lines."""

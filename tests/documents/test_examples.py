@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.documents import world
-from tests.documents.blocks import ALL, LIBRARIES, Block
+from tests.documents.blocks import ALL, INSTALLING, LIBRARIES, Block
 from tests.documents.shell import Shell
 from tests.documents.test_blocks import RUN, place
 from tests.integration.program import started
@@ -26,7 +26,9 @@ FROM_NOTHING = {
 """Pages for whoever has nothing yet: an empty folder, no Redis, no settings."""
 
 EXAMPLES = [
-    block for block in ALL if block.kind in RUN and not block.reason and block.page not in LIBRARIES
+    block
+    for block in ALL
+    if block.kind in RUN and not block.reason and block.page not in LIBRARIES | INSTALLING
 ]
 ANSWERS = [block for block in ALL if block.kind == "json" and '"source"' in block.text]
 

@@ -68,7 +68,7 @@ def said(python: Path, folder: Path, *arguments: str) -> "subprocess.CompletedPr
 
 
 @pytest.mark.parametrize(("lock", "is_pure"), [("", False), ("serving.txt", False), ("", True)])
-def test_the_base_install_serves(
+def test_the_extra_of_the_service_serves(
     install: Install,
     served: Callable[..., Iterator[str]],
     night: NightConfig,
@@ -77,7 +77,7 @@ def test_the_base_install_serves(
     *,
     is_pure: bool,
 ) -> None:
-    python = install(lock=lock, is_pure=is_pure)
+    python = install("" if lock else "serving", lock=lock, is_pure=is_pure)
     kernels = "from cache.native.loader import kernels; print(kernels.__name__)"
 
     used = "cache.native.pure\n" if is_pure else "cache.native._columns\n"
@@ -93,7 +93,15 @@ def test_the_command_of_a_base_install(install: Install, tmp_path: Path) -> None
 
     for words, code, line in [
         (("--version",), 0, "larder "),
-        (("serve", "--help"), 0, "usage: larder serve "),
+        (("tokens", "--help"), 0, "usage: larder tokens "),
+        (("lookup", "--help"), 0, "usage: larder lookup "),
+        (("explain", "--help"), 0, "usage: larder explain "),
+        (("check",), 3, "to do     settings  no larder.toml here"),
+        (
+            ("serve",),
+            2,
+            "larder: larder serve needs fastapi, httptools, prometheus_client, uvicorn",
+        ),
         (
             ("night",),
             2,
@@ -106,12 +114,28 @@ def test_the_command_of_a_base_install(install: Install, tmp_path: Path) -> None
         assert (found.stdout + found.stderr).startswith(line), words
 
 
+@pytest.mark.parametrize("extra", ["", "precompute", "client", "top"])
+def test_only_the_service_brings_a_web_framework(
+    install: Install, tmp_path: Path, extra: str
+) -> None:
+    python = install(extra)
+    list_them = (
+        "from importlib.metadata import distributions; print(*(d.name for d in distributions()))"
+    )
+
+    found = said(python, tmp_path, "-c", list_them)
+
+    assert "larder-predictions" in found.stdout.split()
+    assert not {"fastapi", "starlette", "uvicorn"} & set(found.stdout.split())
+
+
 def test_what_a_base_install_lacks_is_named_with_its_remedy(
     install: Install, tmp_path: Path
 ) -> None:
     python = install()
 
     for words, remedy in [
+        (("-m", "serving"), "pip install 'larder-predictions[serving]'"),
         (("-m", "precompute", "status"), "pip install 'larder-predictions[precompute]'"),
         (("-m", "serving", "top", "--once"), "pip install 'larder-predictions[top]'"),
         (("-c", "import serving.client"), "pip install 'larder-predictions[client]'"),
@@ -139,7 +163,7 @@ def test_the_extra_of_the_night_runs_a_night(
 def test_the_client_and_the_terminal_ask_a_service(
     install: Install, served: Callable[..., Iterator[str]], night: NightConfig, tmp_path: Path
 ) -> None:
-    python = install("client,top,otel")
+    python = install("client,top,otel,serving")
     ask = (
         "from serving.client import Client; import sys;"
         "print(Client(sys.argv[1]).lookup('user_topk', sys.argv[2]).source)"
