@@ -130,7 +130,7 @@ def has_airflow(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
             return distribution(name)
         if installed is None or (is_core and installed.startswith("2.")):
             raise importlib.metadata.PackageNotFoundError(name)
-        return type("Installed", (), {"version": installed})()  # type: ignore[return-value]
+        return type("Installed", (), {"version": installed})()  # type: ignore[no-any-return]
 
     monkeypatch.setattr(importlib.metadata, "distribution", found)
 
