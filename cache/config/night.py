@@ -10,7 +10,7 @@ import orjson
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from cache.config.gates import GateThresholds
-from cache.config.section import Count, Filled, section
+from cache.config.section import Count, Filled, fields_of, section
 from cache.config.sections import (
     CanaryConfig,
     FacetConfig,
@@ -185,6 +185,8 @@ class NightConfig(SharedConfig):
         names = ["namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources"]
         # A night without them keeps its id.
         names += [name for name in ("filters", "facets") if getattr(self, name)]
+        if self.feature_text_bytes != fields_of(NightConfig)["feature_text_bytes"].default:
+            names.append("feature_text_bytes")
         found = {name: getattr(self, name) for name in names}
         if self.events.enabled:
             found["events"] = self.events.keep_values_days

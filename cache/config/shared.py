@@ -28,7 +28,7 @@ class SharedConfig(Timetable):
 
     FROM_ENVIRONMENT: ClassVar[tuple[str, ...] | None] = (
         *(Timetable.FROM_ENVIRONMENT or ()), "namespace", "artifacts", "state", "ephemeral_state", "redis_url",
-        "events_url", "actor",
+        "events_url", "actor", "feature_text_bytes",
     )  # fmt: skip
 
     namespace: str = "default"
@@ -55,6 +55,9 @@ class SharedConfig(Timetable):
     events: EventsConfig = Field(default_factory=EventsConfig)
     actor: str = ""
     """Name of whoever runs a command, for the audit log; empty: the system's user and host."""
+    feature_text_bytes: Annotated[int, Field(ge=4_096, le=1 << 20)] = 65_536
+    """Bytes of UTF-8 of the longest text in a feature. Nights treat a longer one as missing and count it, the service
+    refuses a request that holds one (422 `feature_too_long`)."""
     base: str = "."
 
     def __post_init__(self) -> None:

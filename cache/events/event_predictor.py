@@ -167,11 +167,11 @@ class EventPredictor:
         return self.predictor.lists(table, best, fingerprints, scored_at)
 
     def warm(self) -> None:
-        """Runs every table once, so that no request pays for the first time."""
+        """Run every table once, so that no request pays for the first time."""
         for name, spec in self.specs.items():
-            if spec.features or not self.items.count:
+            if not self.items.count:
                 continue
-            blank = Prepared(name, np.zeros(1, np.int64), {}, -1, _NOTHING, 0)
+            blank = Prepared(name, np.zeros(1, np.int64), spec.blank_features(), -1, _NOTHING, 0)
             self.predict(name, [blank], [0], 0)
 
     def _prepared(

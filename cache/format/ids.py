@@ -15,9 +15,9 @@ ID_BYTES_MAX = 256
 FINGERPRINT_SEED = 0x9E3779B97F4A7C15
 """Hash seed independent of every directory seed: a record proves whose it is even if the directory is wrong."""
 
-_TYPE_TAGS = {"str": b"s", "int": b"i", "float": b"f", "bool": b"b", "vector": b"v"}
+_TYPE_TAGS = {"str": b"s", "int": b"i", "float": b"f", "bool": b"b", "vector": b"v", "texts": b"t"}
 
-FeatureValue = str | int | float | bool | tuple[float, ...]
+FeatureValue = str | int | float | bool | tuple[float, ...] | tuple[str, ...]
 
 
 def canonical_id(value: object) -> bytes:
@@ -112,6 +112,8 @@ def _encode_feature(name: str, value: FeatureValue) -> bytes:
             return _TYPE_TAGS["float"] + _finite(name, value)
         case str():
             return _TYPE_TAGS["str"] + _sized(value.encode())
+        case (str(), *_):
+            return _TYPE_TAGS["texts"] + _all_texts(name, value)
         case tuple():
             return _TYPE_TAGS["vector"] + _sized(_all_finite(name, value))
     raise InvalidInput(
@@ -125,8 +127,16 @@ def _finite(name: str, value: float) -> bytes:
     return struct.pack("<d", value + 0.0)  # -0.0 + 0.0 is 0.0
 
 
-def _all_finite(name: str, value: tuple[float, ...]) -> bytes:
-    numbers = [part + 0.0 for part in value]  # as above
+def _all_texts(name: str, value: Sequence[object]) -> bytes:
+    if not all(isinstance(part, str) for part in value):
+        raise InvalidInput(f"feature {name!r} holds texts beside other values", field=name)
+    return struct.pack("<I", len(value)) + b"".join(_sized(str(part).encode()) for part in value)
+
+
+def _all_finite(name: str, value: Sequence[object]) -> bytes:
+    if not all(isinstance(part, int | float) for part in value):
+        raise InvalidInput(f"feature {name!r} holds numbers beside other values", field=name)
+    numbers = [part + 0.0 for part in value]  # type: ignore[operator]  # as above
     if not all(map(math.isfinite, numbers)):
         _finite(name, next(each for each in numbers if not math.isfinite(each)))
     return struct.pack(f"<{len(numbers)}d", *numbers)

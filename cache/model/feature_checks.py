@@ -40,10 +40,14 @@ def stack_features(each: InputSpec, values: Sequence[FeatureValue]) -> NDArray[A
 def _fitting(each: InputSpec, value: FeatureValue) -> FeatureValue:
     if each.width is None:
         return _scalar(each, value)
+    if each.width == 1 and not isinstance(value, tuple):
+        # Libraries export inputs of one column as [n, 1]; a table and a caller have the value alone.
+        return (_scalar(each, value),)  # type: ignore[return-value]
     if not isinstance(value, tuple) or len(value) != each.width:
-        found = f"{len(value)} numbers" if isinstance(value, tuple) else type(value).__name__
+        unit = "texts" if each.dtype == "string" else "numbers"
+        found = f"{len(value)} {unit}" if isinstance(value, tuple) else type(value).__name__
         raise InvalidInput(
-            f"feature {each.column!r} takes {each.width} numbers, not {found}", field=each.column
+            f"feature {each.column!r} takes {each.width} {unit}, not {found}", field=each.column
         )
     # One look per distinct type, not per number: a batch may hold millions of them.
     for kind in set(map(type, value)):

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
-from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Model, Table
 from cache.format.records.codec import encode_numbers, encode_topk
@@ -241,7 +240,7 @@ class Predictor:
                 continue
             tower = self._tower(name)
             for length in tower.buckets or (1,):
-                blank = {each.name: _blank(each) for each in tower.spec.features}
+                blank = tower.spec.blank_features()
                 prepared = Prepared(name, np.zeros(length, np.int64), blank, 0, _NOTHING, 0)
                 output = self.vectors([prepared])
                 if table.kind == "topk":
@@ -272,9 +271,3 @@ def _column(each: InputSpec, batch: Sequence[Prepared]) -> Histories | NDArray[A
             return np.array([prepared.item_index for prepared in batch], each.dtype)
         case _:
             return stack_features(each, [prepared.features[each.name] for prepared in batch])
-
-
-def _blank(each: InputSpec) -> FeatureValue:
-    if each.dtype == "string":
-        return ""
-    return 0 if each.width is None else (0.0,) * each.width

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 from cache.errors import BundleError
+from cache.format.ids import FeatureValue
 
 Bind = Literal["history", "item_index", "feature"]
 Dtype = Literal["int32", "int64", "float32", "string"]
@@ -56,6 +57,16 @@ class TowerSpec:
     def features(self) -> tuple[InputSpec, ...]:
         """Inputs that are filled from the caller's feature columns."""
         return tuple(each for each in self.inputs if each.bind == "feature")
+
+    def blank_features(self) -> dict[str, FeatureValue]:
+        """A value for each feature input, by input name: 0, an empty text, or a list of `width` of them."""
+        blank: dict[str, FeatureValue] = {}
+        for each in self.features:
+            if each.dtype == "string":
+                blank[each.name] = "" if each.width is None else ("",) * each.width
+            else:
+                blank[each.name] = 0 if each.width is None else (0,) * each.width
+        return blank
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of the specification, as in `bundle.json` and the manifest."""

@@ -56,6 +56,7 @@ from precompute.gates.rules.models import (
     int8_agreement,
     int8_cosine,
     int8_overlap,
+    live_models,
     vocabulary,
 )
 from precompute.gates.rules.records import (
@@ -77,6 +78,7 @@ GATES: Final[tuple[Gate, ...]] = (
     bundle,
     dimension,
     vocabulary,
+    live_models,
     known_ids,
     page_sums,
     record_headers,

@@ -23,10 +23,10 @@ from precompute.partitions.shard_files import first_hash
 from precompute.partitions.shard_input import Hasher
 from precompute.sources.columns import as_rows, raws_of, text_hashes
 from precompute.sources.event_values import NO_VALUES, EntityValues, with_event_values
-from precompute.sources.features import read_values
+from precompute.sources.features import read_values, without_long_texts
 from precompute.sources.files import source_file
 from precompute.sources.readers import read_features
-from precompute.sources.unusable import AGAIN, CASES, EVENTS, NO_VALUE, Case, Unusable
+from precompute.sources.unusable import AGAIN, CASES, EVENTS, NO_VALUE, TOO_LONG, Case, Unusable
 from precompute.sources.vocabulary import AT_ONCE, repeats_in
 
 IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
@@ -143,8 +143,13 @@ def _listed(
         adds=brought,
     ):  # fmt: skip
         chunks.append(ids.texts())
+        long, values = {}, dict(values)
+        for name in sorted({str(each.column) for each in specs if each.dtype == "string"}):
+            values[name], long[name] = without_long_texts(values[name], config.feature_text_bytes)
         is_changed = as_rows(pc.is_in(chunks[-1], value_set=changed))
-        usable.append(_note_values(chunks[-1], values, specs, path.name, is_changed, unusable))
+        usable.append(
+            _note_values(chunks[-1], values, long, specs, path.name, is_changed, unusable)
+        )
     if brought and not columns:  # no column says anything of them: their vectors are in the bundle
         named = pa.array(sorted(raw.decode() for raw in brought), pa.string())
         there = pc.is_in(named, value_set=pa.chunked_array(chunks, pa.string()).combine_chunks())
@@ -161,6 +166,7 @@ def _listed(
 def _note_values(
     texts: Any,
     values: Mapping[str, Any],
+    long: Mapping[str, NDArray[np.bool_]],
     specs: Sequence[InputSpec],
     file: str,
     is_changed: NDArray[np.bool_],
@@ -181,6 +187,8 @@ def _note_values(
     for spec in specs:
         found = read_values(values[str(spec.column)], spec)
         bad = {f"{spec.column}: {NO_VALUE}": found.missing, **found.bad}
+        if (is_long := long.get(str(spec.column))) is not None:
+            bad = {f"{spec.column}: {TOO_LONG}": is_long, **bad}  # the first reason counts
         for source, ours in ((ITEM_ROWS, usable & ~is_changed), (of_events, usable & is_changed)):
             unusable.note_rows(source, {why: rows & ours for why, rows in bad.items()}, case)
         usable &= found.usable

@@ -21,10 +21,10 @@ from precompute.partitions.catalogue import (
     ordinals_of_texts,
 )
 from precompute.sources.event_values import NO_VALUES, EntityValues, with_event_values
-from precompute.sources.features import read_values, wide
+from precompute.sources.features import read_values, wide, without_long_texts
 from precompute.sources.files import SourceFile, feature_file
 from precompute.sources.readers import read_features
-from precompute.sources.unusable import Case, Unusable
+from precompute.sources.unusable import TOO_LONG, Case, Unusable
 
 ROWS_AT_ONCE = 1 << 14
 """Items whose values are read at once: a text becomes a Python object, of which no step holds one for each item."""
@@ -96,7 +96,9 @@ def write_item_features(
         if model.entity == "item"
         for each in model.spec.features
     }:
-        _note_unusable(items, placed[str(spec.column)], spec, noted)
+        _note_unusable(items, placed[str(spec.column)], spec, noted, config.feature_text_bytes)
+    for name in {str(each.column) for each in inputs if each.dtype == "string"}:
+        placed[name], _ = without_long_texts(placed[name], config.feature_text_bytes)
     table = pa.table(placed)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -136,11 +138,16 @@ def columns_by_ordinal(
     }
 
 
-def _note_unusable(items: ItemTable, column: Any, spec: InputSpec, unusable: Unusable) -> None:
+def _note_unusable(
+    items: ItemTable, column: Any, spec: InputSpec, unusable: Unusable, text_bytes: int
+) -> None:
     unusable.looked_at(source := f"{ITEM_ROWS}.{spec.column}", len(column))
     for rows in _pieces(len(column)):
         first = int(rows[0])
-        bad = read_values(column.slice(first, len(rows)), spec).bad
+        values = column.slice(first, len(rows))
+        bad = read_values(values, spec).bad
+        if spec.dtype == "string" and (is_long := without_long_texts(values, text_bytes)[1]).any():
+            bad[f"{spec.column}: {TOO_LONG}"] = is_long
         if bad:
             unusable.note_rows(source, bad, partial(_case, items, first))
 

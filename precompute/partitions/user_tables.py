@@ -1,6 +1,6 @@
 """Tables of users that a night is given, features and vectors: into the partition, and vectors out of it again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from precompute.partitions.shard_files import (
 )
 from precompute.sources.columns import Ids
 from precompute.sources.event_values import EntityValues, read_set_values, with_event_values
-from precompute.sources.features import demand_type, read_values
+from precompute.sources.features import demand_type, read_values, without_long_texts
 from precompute.sources.files import feature_file, source_file
 from precompute.sources.readers import feature_schema, read_features
-from precompute.sources.unusable import Unusable
+from precompute.sources.unusable import TOO_LONG, Unusable
 
 IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
 """Columns that all files of a partition's users begin with."""
@@ -76,6 +76,7 @@ def write_features(
     with ShardFiles(paths, schema) as files:
         for ids, found in batches:
             count += len(ids)
+            found = _shortened(config, ids, found, inputs, unusable)
             for each in inputs:
                 filled[each] += _note_values(ids, found[str(each.column)], each, unusable)
             hashes = hashes_of(ids)
@@ -105,6 +106,23 @@ def note_event_values(
         kinds = feature_schema(feature_file(config, "user", columns[0]), columns)
         types = {name: kinds.field(name).type for name in columns}
         read_set_values(types, values, "user", inputs, unusable)
+
+
+def _shortened(
+    config: NightConfig,
+    ids: Ids,
+    columns: Mapping[str, Any],
+    inputs: Sequence[InputSpec],
+    unusable: Unusable,
+) -> dict[str, Any]:
+    """The columns, in those of text inputs null for a text that the service would refuse; such rows are noted."""
+    shortened = dict(columns)
+    for name in sorted({str(each.column) for each in inputs if each.dtype == "string"}):
+        shortened[name], is_long = without_long_texts(columns[name], config.feature_text_bytes)
+        if is_long.any():
+            bad = {f"{name}: {TOO_LONG}": is_long}
+            unusable.note_rows(f"{USER_ROWS}.{name}", bad, lambda row: {"user": ids.name_of(row)})
+    return shortened
 
 
 def _note_values(ids: Ids, column: Any, spec: InputSpec, unusable: Unusable) -> int:

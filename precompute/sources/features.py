@@ -32,7 +32,7 @@ class Values:
 
 def demand_type(kind: Any, spec: InputSpec, where: str) -> None:
     """Raises SourceError unless a column of this Arrow type can hold what the input wants."""
-    is_list = any(is_kind(kind) for is_kind in _LISTS)
+    is_list = _is_list(kind)
     value = kind.value_type if is_list else kind
     fits = {
         "string": is_text(value),
@@ -41,7 +41,8 @@ def demand_type(kind: Any, spec: InputSpec, where: str) -> None:
         "int64": pa.types.is_integer(value),
     }
     width = kind.list_size if pa.types.is_fixed_size_list(kind) else spec.width
-    if not fits[spec.dtype] or is_list != (spec.width is not None) or width != spec.width:
+    is_shaped = width == spec.width is not None if is_list else spec.width in (None, 1)
+    if not fits[spec.dtype] or not is_shaped:
         shape = "" if spec.width is None else f", lists of width {spec.width}"
         raise SourceError(
             f"{where}: column {spec.column!r} is {kind}, the model's input {spec.name!r} wants {spec.dtype}{shape}",
@@ -59,11 +60,33 @@ def wide(column: Any) -> Any:
     return column
 
 
+def without_long_texts(column: Any, text_bytes: int) -> tuple[Any, NDArray[np.bool_]]:
+    """(The column with null for each row that holds a text of over `text_bytes`, mask of these rows, bool [n])."""
+    is_list = _is_list(column.type)
+    if not is_text(column.type.value_type if is_list else column.type):
+        return column, np.zeros(len(column), np.bool_)
+    texts = column.flatten() if is_list else column
+    is_long = as_rows(pc.fill_null(pc.greater(pc.binary_length(texts), text_bytes), False))
+    if not is_long.any():
+        return column, np.zeros(len(column), np.bool_)
+    rows = np.asarray(pc.list_parent_indices(column))[is_long] if is_list else is_long
+    found = np.zeros(len(column), np.bool_)
+    found[rows] = True
+    return pc.if_else(pa.array(found), pa.scalar(None, column.type), column), found
+
+
+def _is_list(kind: Any) -> bool:
+    return any(is_kind(kind) for is_kind in _LISTS)
+
+
 def read_values(column: Any, spec: InputSpec) -> Values:
     """An Arrow array as an input; raises SourceError for what `demand_type` refuses, never for a row."""
     demand_type(column.type, spec, "features")
     if spec.width is None:
         return _scalars(column, spec)
+    if not _is_list(column.type):  # one value a row, for an input [n, 1]
+        alone = _scalars(column, replace(spec, width=None))
+        return replace(alone, numbers=alone.numbers.reshape(-1, 1))
     missing, widths = as_rows(column.is_null()), pc.list_value_length(column)
     is_wide = as_rows(pc.fill_null(pc.equal(widths, spec.width), False))
     whole = column if is_wide.all() else column.filter(pa.array(is_wide))
@@ -74,7 +97,8 @@ def read_values(column: Any, spec: InputSpec) -> Values:
         for why, each in {f"{spec.column}: a null in a list": inner.missing, **inner.bad}.items()
     }
     if not is_wide.all():
-        spread = np.zeros((len(column), spec.width), numbers.dtype)
+        nothing = "" if spec.dtype == "string" else 0
+        spread = np.full((len(column), spec.width), nothing, numbers.dtype)
         spread[is_wide] = numbers
         numbers = spread
         rows = {why: _spread(each, is_wide) for why, each in rows.items()}

@@ -28,6 +28,7 @@ NOT_FINITE = "a number that is not finite"
 UNFIT = "a number that does not fit its table's precision (store it as f4)"
 COLUMNS = "more or fewer columns than the header"
 AGAIN = "listed before"
+TOO_LONG = "a text longer than feature_text_bytes"
 
 _SECONDS = (
     "times are a timestamp type, ISO 8601 texts, or numbers of seconds since 1970 up to the year 2200; divide "
@@ -39,6 +40,7 @@ _REMEDIES: Final = {
     NO_TIME: "fill them in, or name another column in sources.timestamp_column",
     NOT_A_TIME: _SECONDS,
     BEYOND: _SECONDS,
+    TOO_LONG: "shorten it, or raise feature_text_bytes, for nights and the service alike",
     NOT_A_NUMBER: "weights are numbers: if it is no weight, name another column in sources.weight_column",
 }
 

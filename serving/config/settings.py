@@ -29,6 +29,7 @@ def limits_of(config: ServingConfig) -> Limits:
         config.max_numbers,
         config.boost_max,
         {name: _reranking(name, each) for name, each in config.rerank.items()},
+        config.feature_text_bytes,
     )
 
 

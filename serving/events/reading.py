@@ -28,6 +28,8 @@ ATTRIBUTE_NAME_BYTES_MAX: Final = 64
 TEXT_BYTES_MAX: Final = 1_024
 TEXTS_MAX: Final = 64
 VECTOR_MAX: Final = 8_192
+EVENT_BYTES_MAX: Final = 4_096
+"""Largest setting of `event_bytes`: no text of an event is longer."""
 
 _FIELDS = frozenset(
     {"user", "item", "time", "id", "type", "weight", "attributes", "features", "vector"}
@@ -164,7 +166,7 @@ class EventReader:
             _type(data["type"], f"{field}.type") if "type" in data else None,
             1.0 if weight is None else _number(weight, f"{field}.weight"),
             _attributes(data["attributes"], f"{field}.attributes") if "attributes" in data else None,
-            None if told is None else read_features(told, f"{field}.features"),
+            None if told is None else read_features(told, f"{field}.features", EVENT_BYTES_MAX),
             None if vector is None else _vector(vector, f"{field}.vector"),
         )  # fmt: skip
 

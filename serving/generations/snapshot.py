@@ -24,6 +24,7 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_id, input_digest
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Table
+from cache.model.generation_models import live_files, open_event_models, open_predictor
 from cache.model.predictor import Predictor
 from cache.model.runtime import Accelerator
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
@@ -31,7 +32,6 @@ from cache.store.blocklist import Blocklist
 from cache.tiers.tiered import View
 from serving.answers.default_lists import Default, read_defaults
 from serving.config.settings import Precision
-from serving.generations.live_models import live_files, open_event_models, open_predictor
 from serving.requests.errors import Problem
 
 _STAMPS = itertools.count(1)

@@ -36,7 +36,7 @@ ID: Json = {
 }
 FEATURES: Json = {
     "type": "object",
-    "description": "Feature columns by name: string, number or a list of numbers",
+    "description": "Feature columns by name: a text, a number, a list of texts or a list of numbers",
     "additionalProperties": True,
 }
 INPUT: Json = {

@@ -179,7 +179,11 @@ class Case:
 def _feature_bytes(value: FeatureValue) -> int:
     if isinstance(value, str):
         return 4 * len(value)  # the widest that Python keeps a character
-    return 40 * len(value) if isinstance(value, tuple) else 32
+    if not isinstance(value, tuple):
+        return 32
+    if value and isinstance(value[0], str):
+        return sum(64 + 4 * len(str(each)) for each in value)
+    return 40 * len(value)
 
 
 async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:

@@ -12,7 +12,6 @@ from serving.requests.json_weight import has_more_values
 
 _FEATURES_MAX = 256
 _FEATURE_WIDTH_MAX = 8_192
-_FEATURE_BYTES_MAX = 4_096
 _EXACT_MAX = 2**53
 """Bound of exact whole numbers: beyond it not all differ as doubles, which tell lists of numbers apart."""
 
@@ -77,16 +76,16 @@ def read_ids(value: object, field: str, longest: int, code: str) -> tuple[bytes,
         raise
 
 
-def read_features(value: object, field: str) -> dict[str, FeatureValue]:
-    """Named features, of the types and sizes that a model may take."""
+def read_features(value: object, field: str, text_bytes: int) -> dict[str, FeatureValue]:
+    """Named features, of the types and sizes that a model may take; a text has at most `text_bytes` of UTF-8."""
     if not isinstance(value, dict):
         raise unprocessable("invalid_field", f"{field} is a JSON object", field)
     if len(value) > _FEATURES_MAX:
         raise unprocessable("too_many_features", f"at most {_FEATURES_MAX} features", field)
-    return {name: _feature(each, f"{field}.{name}") for name, each in value.items()}
+    return {name: _feature(each, f"{field}.{name}", text_bytes) for name, each in value.items()}
 
 
-def _feature(value: object, field: str) -> FeatureValue:
+def _feature(value: object, field: str, text_bytes: int) -> FeatureValue:
     if isinstance(value, bool):
         raise unprocessable(
             "invalid_feature", f"{field} is true or false, which no model takes: send 1 or 0", field
@@ -94,16 +93,33 @@ def _feature(value: object, field: str) -> FeatureValue:
     if isinstance(value, float) and not math.isfinite(value):
         raise unprocessable("not_finite", f"{field} is not a finite number", field)
     if isinstance(value, str):
-        _check_size(len(value.encode(errors="replace")), _FEATURE_BYTES_MAX, "bytes", field)
+        _check_text(value, text_bytes, field)
         return value
     if isinstance(value, int | float):
         return value
     if isinstance(value, list):
-        _check_size(len(value), _FEATURE_WIDTH_MAX, "numbers", field)
+        _check_size(len(value), _FEATURE_WIDTH_MAX, "values", field)
+        if value and isinstance(value[0], str):
+            return _texts(value, field, text_bytes)
         return _vector(value, field)
     raise unprocessable(
-        "invalid_feature", f"{field} is a string, a number or a list of numbers", field
+        "invalid_feature",
+        f"{field} is a text, a number, a list of texts or a list of numbers",
+        field,
     )
+
+
+def _texts(value: list[Any], field: str, text_bytes: int) -> tuple[str, ...]:
+    for place, text in enumerate(value):
+        where = f"{field}[{place}]"
+        if not isinstance(text, str):
+            raise unprocessable("invalid_feature", f"{where} is not a text", where)
+        _check_text(text, text_bytes, where)
+    return tuple(value)
+
+
+def _check_text(text: str, text_bytes: int, field: str) -> None:
+    _check_size(len(text.encode(errors="replace")), text_bytes, "bytes", field)
 
 
 def _vector(value: list[Any], field: str) -> tuple[float, ...]:

@@ -118,7 +118,11 @@ def _entity(value: object, table: str | None, field: str, limits: Limits) -> Req
         if sent_history is None
         else read_ids(sent_history, f"{field}.history", limits.max_history, "history_too_long")
     )
-    features = None if sent_features is None else read_features(sent_features, f"{field}.features")
+    features = (
+        None
+        if sent_features is None
+        else read_features(sent_features, f"{field}.features", limits.feature_text_bytes)
+    )
     if raw is None and not history and not features:
         raise unprocessable(
             "missing_field", f"{field} has neither id nor history nor features", field

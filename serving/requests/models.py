@@ -23,6 +23,7 @@ class Limits:
     boost_max: float = 4.0
     rerankings: Mapping[str, Reranking] = field(default_factory=dict)
     """Declared re-rankings, by name."""
+    feature_text_bytes: int = 65_536
 
     @property
     def max_values(self) -> int:

@@ -307,6 +307,10 @@ def int8_values_swapped(spoilt: Spoilt) -> None:
     spoilt.take("models/user_affinity.int8.onnx")
 
 
+def int8_values_broken(spoilt: Spoilt) -> None:
+    spoilt.write("models/user_affinity.int8.onnx", b"no model")
+
+
 def vocabulary_shuffled(spoilt: Spoilt) -> None:
     index = spoilt.array("items/model_index.i64", "<i8")
     spoilt.write("items/model_index.i64", index[permuted(len(index))])
@@ -403,7 +407,8 @@ FAULTS: Mapping[str, tuple[Fault, str]] = {
         (wrong_dimension, "dimension"), (model_swapped, "bundle"),
         (model_swapped_and_declared, "bundle"), (bundle_swapped, "bundle"),
         (int8_lists_swapped, "int8_overlap"), (int8_items_swapped, "int8_cosine"),
-        (int8_values_swapped, "int8_overlap"), (vocabulary_shuffled, "vocabulary"),
+        (int8_values_swapped, "int8_overlap"), (int8_values_broken, "live_models"),
+        (vocabulary_shuffled, "vocabulary"),
         (vocabulary_shifted, "vocabulary"), (index_with_one_probe, "index_recall"),
         (index_quantizer_off, "index_vectors"), (index_of_another_night, "index_vectors"),
         (index_of_a_like_night, "index_vectors"), (index_shuffled, "index_recall"),

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from cache.format.item_table import Ordinals
 from cache.format.manifest import Model
 from cache.model.agreement import row_cosines
+from cache.model.generation_models import open_warm
+from cache.model.predictor import ModelPrecision
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from precompute.bundles.agreement import list_overlaps
@@ -21,6 +23,8 @@ from precompute.partitions.catalogue import item_texts, needs_index
 
 LISTS: Final = 200
 """Sampled users whose lists are compared."""
+_ERROR_CHARS: Final = 400
+"""Characters of ONNX Runtime's error that a verdict keeps."""
 
 
 @integrity("bundle")
@@ -67,6 +71,22 @@ def vocabulary(candidate: Candidate) -> Measured:
                 "the models are those of the live generation, their vocabulary is not", live.generation,
             )  # fmt: skip
     return Measured(True, digest, digest, baseline=candidate.baseline)
+
+
+@integrity("live_models")
+def live_models(candidate: Candidate) -> Measured:
+    """The live models open and answer a blank input, in either precision, as they must in every replica."""
+    precisions: tuple[ModelPrecision, ...] = ("int8", "fp32")
+    for precision in precisions:
+        try:
+            open_warm(candidate.manifest, candidate.root, candidate.items, precision=precision)
+        except (OSError, MemoryError):
+            raise  # this host's trouble says nothing of the models
+        except Exception as error:  # ONNX Runtime's errors share no base class of their own
+            told = " ".join(str(error).split())[:_ERROR_CHARS]
+            note = f"in {precision}, with 0, empty texts and a history of one item: it must answer them"
+            return Measured(False, told, "opens and answers", note)
+    return Measured(True, "opens and answers", "opens and answers")
 
 
 @integrity("dimension")

@@ -7,6 +7,7 @@ import pytest
 
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
+from cache.model.generation_models import open_predictor
 from cache.model.predictor import ModelPrecision, Predictor
 from cache.model.runtime import Accelerator, ort
 from cache.model.tower import Tower
@@ -14,7 +15,6 @@ from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.releases import newest_release
 from infra.cli.check.command import LOOKS
 from precompute.config.settings import NightConfig
-from serving.generations.live_models import open_predictor
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import serving
 

@@ -47,6 +47,7 @@ QUICK_FAULTS = (
     "ids_shuffled", "off_by_one", "half_the_users", "model_swapped_and_declared", "nan_scores",
     "popularity_collapsed", "stale_copy", "wrong_dimension", "index_quantizer_off",
     "index_of_a_like_night", "vocabulary_shifted", "int8_lists_swapped", "bodies_exchanged",
+    "int8_values_broken",
 )  # fmt: skip
 QUICK_INPUTS = ("bundle_vocabulary_shuffled", "half_the_source")
 

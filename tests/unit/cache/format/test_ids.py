@@ -27,6 +27,7 @@ values = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=5),
     st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3).map(tuple),
+    st.lists(st.text(max_size=3), min_size=1, max_size=3).map(tuple),
 )
 inputs = st.tuples(
     st.sampled_from(["model-a", "model-b"]),
@@ -66,7 +67,9 @@ def typed(value: FeatureValue) -> object:
     if isinstance(value, float):
         return ("float", (value + 0.0).hex())
     if isinstance(value, tuple):
-        return ("vector", tuple((each + 0.0).hex() for each in value))
+        if value and isinstance(value[0], str):
+            return ("texts", value)
+        return ("vector", tuple((float(each) + 0.0).hex() for each in value))
     return (type(value).__name__, value)
 
 

@@ -127,14 +127,22 @@ def test_numbers_of_a_vector_stay_what_they_are() -> None:
     assert [type(each) for each in features["whole"]] == [int, int]  # type: ignore[union-attr]
 
 
+def test_a_feature_may_be_a_list_of_texts() -> None:
+    sent = b'{"entities": [{"id": "a", "features": {"words": ["one", "two"]}}]}'
+
+    assert lookup_body(sent, "t", LIMITS).entities[0].features == {"words": ("one", "two")}
+
+
 @pytest.mark.parametrize(
     ("value", "code", "where"),
     [
         (True, "invalid_feature", ""),
         ([1, True], "invalid_feature", "[1]"),
         ([2**53 + 1], "invalid_feature", ""),
-        ("x" * 4_097, "feature_too_long", ""),
-        ("é" * 2_049, "feature_too_long", ""),
+        ("x" * 65_537, "feature_too_long", ""),
+        ("é" * 32_769, "feature_too_long", ""),
+        (["ok", "x" * 65_537], "feature_too_long", "[1]"),
+        (["text", 1], "invalid_feature", "[1]"),
         ([0] * 8_193, "feature_too_long", ""),
         ({"a": 1}, "invalid_feature", ""),
     ],
