@@ -66,6 +66,9 @@ class NightConfig(SharedConfig):
     """Index of candidates; `auto` goes by the number of items."""
     history_limit: Count = 100_000
     """Number of items of a user's history, the newest."""
+    featured_users: bool | Literal["auto"] = "auto"
+    """Whether users whom the feature table alone names get records, from a model that takes features beside a history:
+    all (true), none (false), or with `auto` all unless they are more than the other users."""
     reuse: Literal["auto", "off"] = "auto"
     """Copying of records whose inputs did not change since a verified generation; `off` computes all of them."""
     keep: NonNegativeInt = 1
@@ -185,8 +188,12 @@ class NightConfig(SharedConfig):
         names = ["namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources"]
         # A night without them keeps its id.
         names += [name for name in ("filters", "facets") if getattr(self, name)]
-        if self.feature_text_bytes != fields_of(NightConfig)["feature_text_bytes"].default:
-            names.append("feature_text_bytes")
+        defaults = fields_of(NightConfig)
+        names += [
+            name
+            for name in ("feature_text_bytes", "featured_users")
+            if getattr(self, name) != defaults[name].default
+        ]
         found = {name: getattr(self, name) for name in names}
         if self.events.enabled:
             found["events"] = self.events.keep_values_days

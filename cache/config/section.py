@@ -5,7 +5,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, cast, dataclass_transform, get_args, get_origin
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
@@ -96,7 +97,7 @@ def type_in_words(annotation: Any) -> str:
         return "a string or a list of strings"
     if inner and all(isinstance(each, str) for each in inner):
         return " or ".join(inner)
-    if type(None) in inner:
+    if origin in (Union, UnionType):
         return " or ".join(type_in_words(each) for each in inner if each is not type(None))
     return _WORDS.get(annotation, "a section of settings")
 

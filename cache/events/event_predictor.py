@@ -23,7 +23,7 @@ from cache.events.user_events import UserEvent
 from cache.events.user_features import features_with
 from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.manifest import Manifest, Table
+from cache.format.manifest import FEATURED_USERS, Manifest, Table
 from cache.format.records.layout import FLAG_APPROXIMATE
 from cache.model.feature_checks import check_features
 from cache.model.input_preparation import Prepared, latest_of_each
@@ -63,6 +63,8 @@ class EventPredictor:
     tables: Mapping[str, Table]
     scorers: Mapping[Metric, Scorer]
     """Items to be searched exactly, by metric; none where they take too much memory."""
+    answers_without_history: bool
+    """True if a night answers a user without a history by features alone."""
 
     @classmethod
     def open(
@@ -97,7 +99,8 @@ class EventPredictor:
             name: TowerSpec.from_json(manifest.models[model].spec) for name, model in names.items()
         }
         limit = manifest.events.history_limit
-        return cls(exact, items, seen, limit, specs, tables, scorers)
+        without = bool(manifest.facts.get(FEATURED_USERS, False))
+        return cls(exact, items, seen, limit, specs, tables, scorers, without)
 
     def supports(self, table: str) -> bool:
         """True if newer events change what the table answers, and it can be computed here."""
@@ -183,7 +186,8 @@ class EventPredictor:
         had: NDArray[np.int64],
     ) -> Prepared | None:
         spec, history = self.specs[table], indices[indices >= 0]
-        if spec.history is not None and not len(history):
+        is_answered = bool(len(history)) or (self.answers_without_history and spec.features)
+        if spec.history is not None and not is_answered:
             return None
         features: Mapping[str, FeatureValue] = {}
         if spec.features:

@@ -32,6 +32,8 @@ FACET: Final = "facet."
 """Beginning of the name of a facet's entity set, its values; the table's own name follows."""
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
 """Generation id: `data_until` in UTC, then a digest of configuration, bundle and inputs."""
+FEATURED_USERS: Final = "featured_users"
+"""Fact of a manifest, true where users whom the feature table alone names were computed."""
 CUT_CHARS = len("20260131T000000Z")
 """Characters of `data_until` in a generation id, so older data sorts first."""
 

@@ -9,6 +9,7 @@ from cache.control.night_steps import NIGHT, SEALED_BY, TIMED_APART
 from cache.events.new_item_tower import ITEM_VECTORS
 from cache.format.manifest import (
     FACET,
+    FEATURED_USERS,
     MANIFEST_FORMAT,
     WITH_ATTRIBUTES,
     WITH_EVENTS,
@@ -127,6 +128,7 @@ def seal(made: Build) -> Manifest:
         gates=(),  # `verify` adds its verdicts
         facts={
             "users_in_source": begun["users"],
+            FEATURED_USERS: begun.get(FEATURED_USERS, False),
             "users_scored": sum(report["users"]["scored"] for report in reports),
             "users_without_input": sum(report["users"]["without_input"] for report in reports),
             "short_lists": sum(report["users"]["short"] for report in reports),

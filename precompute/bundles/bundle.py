@@ -95,6 +95,14 @@ class Bundle:
         """True if no model answers for a user without a history."""
         return all(each.spec.history is not None for each in self.models if each.entity == "user")
 
+    @property
+    def answers_without_history(self) -> bool:
+        """True if a model of users takes features beside a history, so that it answers by these alone."""
+        return any(
+            each.entity == "user" and each.spec.history is not None and bool(each.spec.features)
+            for each in self.models
+        )
+
     @classmethod
     def open(cls, path: Path) -> Self:
         """Checksums first, then the models; raises BundleError naming both sides of any mismatch."""

@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -76,10 +76,19 @@ class Partitioned:
 
     seed: int
     users: int
+    featured: int
+    """Users among these whom the feature table alone names."""
     counted: InteractionCounts
     unusable: Mapping[str, Any]
     """By source, as `Unusable.to_json` has it."""
     took_over: bool
+
+
+class UserCounts(NamedTuple):
+    """Users that the sources of a shard name, and how many of these the feature table alone does."""
+
+    named: int
+    featured: int
 
 
 def partition(
@@ -143,7 +152,15 @@ def partition(
             users = list(pool.map(count, range(config.shards)))
         if None not in users:
             told = merged([{} if earlier is None else earlier.unusable, unusable.to_json()])
-            return Partitioned(seed, sum(filter(None, users)), counted, told, earlier is not None)
+            whole = [each for each in users if each is not None]
+            return Partitioned(
+                seed,
+                sum(each.named for each in whole),
+                sum(each.featured for each in whole),
+                counted,
+                told,
+                earlier is not None,
+            )
         earlier = None
         seed += 1
         restart()
@@ -151,7 +168,7 @@ def partition(
 
 def _count_users(
     folder: Path, shard: int, shards: int, unusable: Unusable, set_by_events: NDArray[np.uint64]
-) -> int | None:
+) -> UserCounts | None:
     """The entities of a shard, None when two share a hash; who comes twice in a table is noted.
 
     Not those whose values are `set_by_events`, by their sorted hashes, where features alone name them.
@@ -160,18 +177,17 @@ def _count_users(
         kinds = naming(kinds_in(folder, shard))
         slices = slice_shard(folder, shard, shards, scratch, rows=COUNTED_ROWS, kinds=kinds)
         users, hashes = (sum(each) for each in zip(*count_distinct(slices), strict=True))
-        uncounted = 0
+        uncounted = featured = 0
         for number in slices.numbers:
             ids, *tables = map(read_stream, shard_paths(slices.folder, number, kinds))
             for source, table in zip((USER_ROWS, VECTOR_ROWS), tables, strict=False):
                 _note_again(source, table, unusable)
-            if len(set_by_events):
-                features, *others = (np.asarray(each.column(HASH)) for each in (*tables, ids))
-                alone = np.setdiff1d(
-                    np.intersect1d(features, set_by_events), np.concatenate(others)
-                )
-                uncounted += len(alone)
-    return users - uncounted if users == hashes else None
+            features, *others = (np.asarray(each.column(HASH)) for each in (*tables, ids))
+            alone = np.setdiff1d(features, np.concatenate(others))
+            of_events = len(np.intersect1d(alone, set_by_events))
+            uncounted += of_events
+            featured += len(alone) - of_events
+    return UserCounts(users - uncounted, featured) if users == hashes else None
 
 
 def _note_again(source: str, table: Any, unusable: Unusable) -> None:

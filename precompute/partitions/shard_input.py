@@ -76,6 +76,8 @@ class ShardInput:
     """[entities, dims], a row of NaN for who has none; None where the night is given none."""
     times: NDArray[np.int64] | None = None
     """Times of the histories' items, when each happened last, in microseconds; None where no events are taken in."""
+    answers_without_history: bool = False
+    """True if a model of histories and features answers an entity without a history by its features."""
 
     def take(self, rows: NDArray[np.int64]) -> "ShardInput":
         """Some of the entities, in the order given."""
@@ -90,6 +92,7 @@ class ShardInput:
             history_limit=self.history_limit,
             vectors=None if self.vectors is None else self.vectors[rows],
             times=None if times is None else times.indices,
+            answers_without_history=self.answers_without_history,
         )
 
     @property
@@ -228,7 +231,9 @@ def _count_distinct(hashes: NDArray[np.uint64], marks: NDArray[np.uint64]) -> tu
     return some + int((differ | (marks[1:] != marks[:-1])).sum()), some + int(differ.sum())
 
 
-def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:
+def read_shard(
+    folder: Path, shard: int, *, history_limit: int, answers_without_history: bool = False
+) -> ShardInput:
     """Group a shard's rows by entity: known items only, each once (its latest place)."""
     kinds = kinds_in(folder, shard)
     rows, ids, *others = map(read_stream, shard_paths(folder, shard, kinds))
@@ -262,4 +267,5 @@ def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:
         history_limit=history_limit,
         vectors=vectors_of(hashes, others[1]) if USER_VECTORS in kinds else None,
         times=times[order][keep] if has_events else None,
+        answers_without_history=answers_without_history,
     )

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.item_table import ItemTable
+from cache.format.manifest import FEATURED_USERS
 from cache.format.records.layout import Layout
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
@@ -80,6 +81,8 @@ class ShardReuse:
         """The base's shard of users beside this night's, None if nothing of it can be copied."""
         if base.begun["user_seed"] != made.need("begin")["user_seed"]:
             return None  # their hashes are of other users
+        if base.begun.get(FEATURED_USERS, False) != made.need("begin").get(FEATURED_USERS, False):
+            return None  # who had no record there may have one now, of the same inputs
         fitting = _fitting(made, base, bundle, tables)
         stored = {
             name: base.manifest.stored[name] for name in fitting if name in base.manifest.stored

@@ -31,7 +31,7 @@ from precompute.partitions.shard_input import (
 from precompute.reuse.base import Base
 from precompute.reuse.regrouping import ROWS, is_regrouped_alike
 from precompute.scoring.drawn_histories import with_drawn_histories
-from precompute.scoring.inputs import bind, usable_inputs
+from precompute.scoring.inputs import bind, computes_featured, usable_inputs
 from precompute.scoring.shard import item_inputs, open_item_features
 from precompute.scoring.towers import open_tower
 
@@ -52,7 +52,12 @@ def _slices(made: Build) -> Iterator[ShardInput]:
             with scratch_folder(folder) as scratch:
                 slices = slice_shard(folder, shard, config.shards, scratch, first=first)
                 for number in slices.numbers[done:]:
-                    yield read_shard(slices.folder, number, history_limit=config.history_limit)
+                    yield read_shard(
+                        slices.folder,
+                        number,
+                        history_limit=config.history_limit,
+                        answers_without_history=computes_featured(made),
+                    )
             done = len(slices.numbers)
             if done < FIRST_SLICES:
                 break
@@ -164,4 +169,9 @@ def _some_users(made: Build) -> ShardInput:
                 hashes.append(np.asarray(batch.column(HASH))[:ROWS])
                 break
         alone = users_alone(folder, shard, np.unique(np.concatenate(hashes)), scratch)
-        return read_shard(alone, shard, history_limit=made.config.history_limit)
+        return read_shard(
+            alone,
+            shard,
+            history_limit=made.config.history_limit,
+            answers_without_history=computes_featured(made),
+        )

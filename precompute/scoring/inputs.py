@@ -8,8 +8,10 @@ from numpy.typing import NDArray
 
 from cache.errors import ConfigError
 from cache.format.item_table import ItemTable, Ordinals
+from cache.format.manifest import FEATURED_USERS
 from cache.model.tower import Histories, Inputs
 from cache.model.tower_spec import TowerSpec
+from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import ShardInput
@@ -54,6 +56,11 @@ def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
             demand_type(kind, each, f"{path}, for {model.name}")
 
 
+def computes_featured(build: Build) -> bool:
+    """True if the night computes users whom the feature table alone names; its `begin` decided."""
+    return bool(build.need("begin").get(FEATURED_USERS, False))
+
+
 Features = dict[str, dict[str, NDArray[Any]]]
 """Features by model and input name: two models may give one input name to different columns."""
 
@@ -73,7 +80,7 @@ def inputs_of(
     features: Features = {name: {} for name in specs}
     for model, spec in specs.items():
         usable[model] = np.ones(len(entities.ids), np.bool_)
-        if spec.history is not None:
+        if spec.history is not None and not (entities.answers_without_history and spec.features):
             usable[model] &= np.diff(histories.indptr) > 0
         for each in spec.features:
             values = read_values(entities.features[str(each.column)], each)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from cache.errors import ConfigError, Conflict
-from cache.format.manifest import MANIFEST_FORMAT
+from cache.format.manifest import FEATURED_USERS, MANIFEST_FORMAT
 from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, cut_of, generation_id
@@ -35,7 +35,7 @@ from precompute.partitions.earlier import write_counts
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.item_attributes import paths_of, write_item_attributes
 from precompute.partitions.named_filters import named_filters, passing_filters
-from precompute.partitions.partition import partition
+from precompute.partitions.partition import Partitioned, partition
 from precompute.partitions.shard_files import TOUCHED
 from precompute.releases.cuts import demand_publishable
 from precompute.releases.registry import open_releases
@@ -122,10 +122,31 @@ def in_night(night: Night) -> StepRow:
     if found["already_live"]:
         return StepRow(found, f"{name} is live already{told}")
     begun = Build(night.config, night.config.store(), name).need("begin")
-    told = unlisted_in_words(begun, night.config) + told
+    told = unlisted_in_words(begun, night.config) + _featured_in_words(begun) + told
     return StepRow(
         found, f"{name} ({_read(begun)})\n{base_in_words(begun.get('base') or {})}{told}"
     )
+
+
+def _featured_in_words(begun: Mapping[str, Any]) -> str:
+    """What becomes of users whom the feature table alone names; empty where there are none or all are computed."""
+    count = begun.get("featured", 0)
+    if not count or begun[FEATURED_USERS] or not begun["answers_without_history"]:
+        return ""
+    others = begun["users"]
+    return (
+        f"\n{count:,} users of the feature table alone get no records, beside {others:,} others"
+        " (featured_users = true computes them)"
+    )
+
+
+def _computes_featured(config: NightConfig, bundle: Bundle, seen: Partitioned) -> bool:
+    """Whether users whom the feature table alone names are computed by a model that also takes histories."""
+    if not bundle.answers_without_history:
+        return False
+    if config.featured_users == "auto":
+        return seen.featured <= seen.users - seen.featured
+    return config.featured_users
 
 
 def _read(begun: Mapping[str, Any]) -> str:
@@ -280,12 +301,15 @@ def _prepare(
         *(f"bundle/{name}" for name in pinned),
     ]  # fmt: skip
     build.finish(*files)
-    counted = seen.counted
+    counted, is_computed = seen.counted, _computes_featured(config, bundle, seen)
+    is_answered = is_computed or not bundle.needs_history
     build.report("begin", {
         **facts, **laid, "user_values": values.users_digest,
         "unlisted_items": int((items.ordinals_of(list(values.unlisted)) >= 0).sum()),
         "bundle_files": pinned,
-        "user_seed": seen.seed, "users": seen.users, "interactions": counted.interactions,
+        "user_seed": seen.seed, "users": seen.users - (0 if is_answered else seen.featured),
+        "featured": seen.featured, FEATURED_USERS: is_computed,
+        "answers_without_history": bundle.answers_without_history, "interactions": counted.interactions,
         "unknown_items": counted.unknown_items, "late": counted.late, "attributes": attributes,
         "unusable": merged([unusable.to_json(), seen.unusable]),
         "base": {

@@ -12,7 +12,7 @@ from cache.errors import CorruptArtefact
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.manifest import Manifest, Table
+from cache.format.manifest import FEATURED_USERS, Manifest, Table
 from cache.model.tower import Histories, Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import generation_path
@@ -106,7 +106,13 @@ class Evidence:
             self.directories["user"],
             history_limit=self._history_limit,
             set_by_events=self._set_by_events,
+            answers_without_history=self._computes_featured,
+            counts_featured=self._computes_featured or not self.bundle.needs_history,
         )
+
+    @property
+    def _computes_featured(self) -> bool:
+        return bool(self.manifest.facts.get(FEATURED_USERS, False))
 
     @property
     def _set_by_events(self) -> Path | None:

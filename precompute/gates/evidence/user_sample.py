@@ -1,5 +1,6 @@
 """A stratified sample of the users of a generation, with what the night knew of them."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ class UserSample:
 
     `rows` names each stratum's rows of `users`; `positions` are theirs in the directory, `last` the time at which they
     last chose an item for the first time (microseconds since 1970). `with_record` counts the users of the slices that
-    were read.
+    were read, `without_record` those of them that have none, by what they lack.
     """
 
     users: ShardInput
@@ -50,6 +51,7 @@ class UserSample:
     rows: Mapping[str, NDArray[np.int64]]
     in_source: int
     with_record: int
+    without_record: Mapping[str, int]
 
 
 def sampled_shards(entities: EntitySet) -> list[int]:
@@ -107,10 +109,13 @@ def sample_users(
     *,
     history_limit: int,
     set_by_events: Path | None = None,
+    answers_without_history: bool = False,
+    counts_featured: bool = True,
 ) -> UserSample:
     """Choose among the users of the first slice of each shard that gates read; the same files give the same sample.
 
-    Of those whose values are `set_by_events`, by a file of marks, nobody is counted whom features alone name.
+    Users whom the feature table alone names are counted if `counts_featured`; of those whose values
+    are `set_by_events`, by a file of marks, none is. `answers_without_history` goes into the inputs.
     """
     shards = sampled_shards(entities)
     per_shard = -(-PER_STRATUM // len(shards))
@@ -120,12 +125,23 @@ def sample_users(
             slices = slice_shard(folder, shard, len(entities.parts), scratch, first=1)
             (number,) = slices.numbers
             parts.append(
-                _slice(slices.folder, number, directory, per_shard, history_limit, set_by_events)
+                _slice(
+                    slices.folder,
+                    number,
+                    directory,
+                    per_shard,
+                    history_limit,
+                    set_by_events,
+                    counts_featured=counts_featured,
+                )
             )
     starts = np.cumsum([0, *(len(part.positions) for part in parts)])
     users = _joined([part.users for part in parts])
+    lacking: Counter[str] = Counter()
+    for part in parts:
+        lacking.update(part.without_record)
     return UserSample(
-        users,
+        replace(users, answers_without_history=answers_without_history),
         np.concatenate([part.positions for part in parts]),
         np.concatenate([part.last for part in parts]),
         {
@@ -136,6 +152,7 @@ def sample_users(
         },
         sum(part.in_source for part in parts),
         sum(part.with_record for part in parts),
+        lacking,
     )
 
 
@@ -146,6 +163,8 @@ def _slice(
     per_stratum: int,
     history_limit: int,
     set_by_events: Path | None,
+    *,
+    counts_featured: bool,
 ) -> UserSample:
     kinds = kinds_in(folder, shard)
     rows, ids, features, *others = map(read_stream, shard_paths(folder, shard, kinds))
@@ -161,12 +180,13 @@ def _slice(
         for what in ("count", "min", "max")
     )
     hashes = text_hashes(users.column("user"), directory.seed)
-    in_source = len(hashes)
-    if set_by_events is not None:
+    is_counted = np.ones(len(hashes), np.bool_)
+    if set_by_events is not None or not counts_featured:
         named = np.concatenate([np.asarray(each.column(HASH)) for each in (ids, *others)])
-        marks = text_hashes(users.column("user"), FINGERPRINT_SEED)
-        alone = are_marked(set_by_events, marks) & ~np.isin(np.asarray(users.column(HASH)), named)
-        in_source -= int(alone.sum())
+        is_counted = np.isin(np.asarray(users.column(HASH)), named)
+        if counts_featured and set_by_events is not None:
+            marks = text_hashes(users.column("user"), FINGERPRINT_SEED)
+            is_counted |= ~are_marked(set_by_events, marks)
     positions = directory.find_many(hashes)
     known = np.flatnonzero(positions >= 0)
     known = known[np.argsort(positions[known], kind="stable")]
@@ -179,11 +199,30 @@ def _slice(
     }
     chosen = {name: known[order[:per_stratum]] for name, order in orders.items()}
     picked = np.unique(np.concatenate(list(chosen.values())))
+    named_users = users
     users, chose = _inputs(rows, features, users, picked, hashes, history_limit)
     if USER_VECTORS in kinds:
         users = replace(users, vectors=_vectors(users, others[0]))
     strata = {name: np.searchsorted(picked, np.sort(each)) for name, each in chosen.items()}
-    return UserSample(users, positions[picked], chose, strata, in_source, len(known))
+    missing = np.flatnonzero((positions < 0) & is_counted)
+    lacking = _lacking(named_users.take(pa.array(missing)), counts[missing], features)
+    in_source = int(is_counted.sum())
+    return UserSample(users, positions[picked], chose, strata, in_source, len(known), lacking)
+
+
+def _lacking(users: Any, counts: NDArray[np.int64], features: Any) -> dict[str, int]:
+    """Users by what they lack: a history, or the first feature that has no value."""
+    rows = pc.index_in(users.column(HASH), features.column(HASH)).combine_chunks()
+    lacks_any = np.zeros(len(counts), np.bool_)
+    found: dict[str, int] = {}
+    if is_without := int((counts == 0).sum()):
+        found["a history"] = is_without
+    for name in features.column_names[2:]:
+        is_null = np.asarray(pc.is_null(features.column(name).combine_chunks().take(rows)))
+        if count := int((is_null & ~lacks_any).sum()):
+            found[f"a value of {name!r}"] = count
+        lacks_any |= is_null
+    return found
 
 
 def _inputs(

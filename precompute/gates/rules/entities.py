@@ -37,11 +37,11 @@ def coverage_of_source(candidate: Candidate) -> Measured:
     worst = min(answers, key=lambda name: answers[name], default="")
     counted = answers.get(worst, count) / named
     measured = users.with_record / max(1, users.in_source)
-    return at_least(
-        min(counted, measured),
-        candidate.thresholds.coverage_of_source,
-        f"{answers.get(worst, count):,} of {named:,} users{f' in {worst}' if worst else ''}",
-    )
+    note = f"{answers.get(worst, count):,} of {named:,} users{f' in {worst}' if worst else ''}"
+    if lacking := users.without_record:
+        told = ", ".join(f"{count:,} {what}" for what, count in lacking.items())
+        note += f"; of {users.in_source:,} that were looked at these lack something: {told}"
+    return at_least(min(counted, measured), candidate.thresholds.coverage_of_source, note)
 
 
 @judgement("coverage_of_live")

@@ -9,6 +9,7 @@ from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import read_shard, users_alone
 from precompute.reuse.copied import Decisions
 from precompute.reuse.digests import of_users
+from precompute.scoring.inputs import computes_featured
 from precompute.scoring.users.reading import chunks_of
 from precompute.scoring.users.records import own_records
 from precompute.scoring.users.work import ShardWork
@@ -20,7 +21,12 @@ def users_again(
     """Records of the users with these sorted hashes by hash and table, computed as if there were no base."""
     folder = users_alone(work.build.root / PARTITION, work.number, hashes, scratch)
     limit, found = work.build.config.history_limit, dict[int, dict[str, bytes]]()
-    entities = read_shard(folder, work.number, history_limit=limit)
+    entities = read_shard(
+        folder,
+        work.number,
+        history_limit=limit,
+        answers_without_history=computes_featured(work.build),
+    )
     digests = of_users(entities, work.items.directory.hashes())
     for chunk, _ in chunks_of(work, Decisions.everybody(entities, digests), entities)[0]:
         chunk = work.score(work.encode(chunk))

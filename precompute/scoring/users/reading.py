@@ -20,7 +20,7 @@ from precompute.partitions.shard_files import PARTITION, first_hash
 from precompute.partitions.shard_input import ShardInput, read_shard, slice_shard, users_alone
 from precompute.reuse.copied import Copied, Decisions
 from precompute.reuse.digests import of_users
-from precompute.scoring.inputs import inputs_of
+from precompute.scoring.inputs import computes_featured, inputs_of
 from precompute.scoring.tables import GrowingFile
 from precompute.scoring.users.chunk import Chunk
 from precompute.scoring.users.published import given_features
@@ -42,7 +42,12 @@ def inputs(work: ShardWork, scratch: Path) -> Iterator[tuple[ShardInput, range, 
         folder = users_alone(folder, work.number, work.reuse.touched, scratch)
     slices = slice_shard(folder, work.number, config.shards, scratch)
     count = config.shards * len(slices.numbers)
-    read = partial(read_shard, slices.folder, history_limit=config.history_limit)
+    read = partial(
+        read_shard,
+        slices.folder,
+        history_limit=config.history_limit,
+        answers_without_history=computes_featured(work.build),
+    )
     for number, found in zip(slices.numbers, _in_order(read, slices.numbers), strict=True):
         hashes = range(first_hash(number, count), first_hash(number + 1, count))
         yield found, hashes, slices.numbers.stop - number - 1
@@ -67,9 +72,9 @@ def _in_order(read: Callable[[int], Read], numbers: range) -> Iterator[Read]:
 def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None) -> Iterator[Chunk]:
     """The shard's users for whom a model has its input; raises Refused where the disk has no room for them.
 
-    Whoever lacks the history that a model wants is left out whole; an unusable feature costs the tables of the
-    models that want it. Where events are taken in, whoever has any history is there, be it without an answer. Digests
-    of the inputs go into `pairs`.
+    Whoever lacks the history that a model wants is left out whole, unless the night computes featured users and a model
+    answers by features alone. An unusable feature costs the tables of the models that want it. Where events are taken
+    in, a user with any history is there, even without an answer. Digests of the inputs go into `pairs`.
     """
     item_hashes, before = work.items.directory.hashes(), 0
     for done, (entities, hashes, left) in enumerate(inputs(work, scratch), 1):
@@ -155,8 +160,9 @@ def _note_kept(work: ShardWork, users: int, with_vector: int) -> None:
 def _of_any(
     usable: Mapping[str, NDArray[np.bool_]], histories: Histories, specs: Mapping[str, TowerSpec]
 ) -> NDArray[np.bool_]:
-    """bool [users]: at least one model can answer for the user, who also has the history that any of them wants."""
+    """bool [users]: a model can answer for the user; where one wants a history, the user has it or it does without."""
     found: NDArray[np.bool_] = np.logical_or.reduce(list(usable.values()))
-    if any(each.history is not None for each in specs.values()):
-        found &= np.diff(histories.indptr) > 0
+    wanting = [usable[name] for name, spec in specs.items() if spec.history is not None]
+    if wanting:
+        found &= np.logical_or.reduce([np.diff(histories.indptr) > 0, *wanting])
     return found

@@ -14,6 +14,8 @@ from cache.format.records.codec import decode
 from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
 from cache.store.artefacts import sha256_of
+from precompute.builds.build import Build
+from precompute.builds.night import Night
 from precompute.config.settings import TableConfig
 from precompute.gates.rules import skew
 from precompute.partitions import catalogue
@@ -31,11 +33,14 @@ from tests.integration.feature_towers import (
     vectors_column,
     with_towers,
 )
+from tests.integration.serving_app import serving
 from tests.opened import open_generation
 
 Kind = Literal["user_topk", "user_vector", "item_vector", "item_similar"]
 NEW_ITEM = "not-in-the-vocabulary"
 QUIET = "features-and-no-history"
+CLICKED = 116
+"""Users of the data who clicked anything."""
 
 
 @pytest.fixture
@@ -102,8 +107,7 @@ def test_a_tower_of_history_and_features_is_published_and_answers_live(config):
     assert gate(manifest, "skew")["passed"] and manifest.models["user_tower"].int8
     histories = nights.histories(config)
     users = sorted(histories)[:8]
-    stored = nights.top_lists(config, generation, [*users, QUIET])
-    assert set(stored) == set(users)
+    stored = nights.top_lists(config, generation, users)
     for user in users:
         sent = LiveInput(
             tuple(each.encode() for each in histories[user]), features_of(config, user, "country")
@@ -234,3 +238,69 @@ def test_a_plan_samples_the_features_that_the_models_want(config):
     scored = [score.run_shard(config, build, shard) for shard in build["shards"]]
     assert found.shape.users == sum(each["users"] for each in scored)
     assert found.shape.items == sum(each["items"] for each in scored)
+
+
+async def test_a_user_of_the_feature_table_alone_is_answered_from_the_night(config):
+    with_towers(config, from_history_and_country)
+    generation = nights.publish_night(config, nights.UNTIL)
+
+    manifest, items, predictor = opened(config, generation)
+
+    stored = nights.top_lists(config, generation, [QUIET])
+    sent = LiveInput(features=features_of(config, QUIET, "country"))
+    assert overlap(answer(manifest, items, predictor, "user_topk", sent), stored[QUIET]) >= 0.8
+    assert manifest.facts["users_in_source"] == manifest.entity_sets["user"].count == CLICKED + 1
+    async with serving(config) as running:
+        body = await running.get(f"/v1/lookup/user_topk/{QUIET}", k=5)
+    assert body["producer"] == "batch"
+
+
+def test_users_of_the_feature_table_alone_are_left_out_where_they_are_too_many(config, tmp_path):
+    with_towers(config, from_history_and_country)
+    with_strangers(config, 130)
+
+    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+
+    begun = Build.of(config, build).need("begin")
+    assert (begun["users"], begun["featured"], begun["featured_users"]) == (CLICKED, 131, False)
+    row = begin.in_night(Night(config, "attempt", data_until=nights.UNTIL))
+    assert "131 users of the feature table alone get no records" in row.what
+    assert "featured_users = true" in row.what
+
+
+def test_all_of_them_are_computed_where_settings_say_so_and_the_gate_names_who_could_not(config):
+    with_towers(config, from_history_and_country)
+    with_strangers(config, 130, without_country=2)
+    config = replace(config, featured_users=True)
+
+    generation = nights.publish_night(config, nights.UNTIL)
+
+    manifest, _, _ = opened(config, generation)
+    assert manifest.entity_sets["user"].count == CLICKED + 131 - 2
+    verdict = gate(manifest, "coverage_of_source")
+    assert verdict["passed"]
+    assert "2 a value of 'country'" in verdict["note"]
+
+
+def test_nobody_of_them_is_computed_where_settings_say_so(config):
+    with_towers(config, from_history_and_country)
+
+    generation = nights.publish_night(replace(config, featured_users=False), nights.UNTIL)
+
+    manifest, _, _ = opened(config, generation)
+    assert nights.top_lists(config, generation, [QUIET]) == {}
+    assert manifest.facts["users_in_source"] == CLICKED
+
+
+def with_strangers(config, count, without_country=0):
+    """Add users to the feature table who never did anything; the last ones have no country."""
+    table = pq.read_table(config.path("users.parquet"))
+    countries = [row % COUNTRIES for row in range(count - without_country)]
+    more = pa.table(
+        {
+            "user": [f"stranger-{row}" for row in range(count)],
+            "country": pa.array(countries + [None] * without_country, pa.int64()),
+            "taste": vectors_column(count, 4),
+        }
+    )
+    pq.write_table(pa.concat_tables([table, more.cast(table.schema)]), config.path("users.parquet"))
