@@ -131,7 +131,8 @@ class EventWorld:
     def _write_seen(
         self, manifest: Manifest, root: Path, until: Position, data_until: str
     ) -> tuple[SeenPart, ...]:
-        rows = self._history(until, data_until)
+        rows: dict[str, list[tuple[str, int]]] = {user: [] for user in self.features}
+        rows |= self._history(until, data_until)
         items = ItemTable.open(root, manifest)
         entities = manifest.entity_sets["user"]
         raws = [user.encode() for user in rows]

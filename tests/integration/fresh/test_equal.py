@@ -18,6 +18,8 @@ from tests.integration.nights import prepare
 from tests.integration.serving_app import Running, serving
 
 LIMIT = 12
+QUIET = tuple(f"quiet-{number}" for number in range(8))
+"""Users of the feature table without any row of their own."""
 BATCH = 100
 DEADLINE_MS = 10_000.0
 """For a batch on a busy machine: what is compared is lists, not times."""
@@ -33,17 +35,16 @@ def feature_world(folder: Path, redis_url: str, users: int) -> EventWorld:
     """A world whose user tower takes a country besides."""
     config = prepare(folder, redis_url, users=users, items=150)
     world = EventWorld(config)
-    countries = np.random.default_rng(3).integers(COUNTRIES, size=len(world.users)).tolist()
-    table = {"user": world.users, "country": pa.array(countries, pa.int64())}
+    names = [*QUIET, *world.users]
+    countries = np.random.default_rng(3).integers(COUNTRIES, size=len(names)).tolist()
+    table = {"user": names, "country": pa.array(countries, pa.int64())}
     pq.write_table(pa.table(table), folder / "users.parquet")
     looks = {"item": world.items, "looks": looks_of(len(world.items))}
     pq.write_table(pa.table(looks), folder / "items.parquet")
     with_towers(config, from_history_and_country)
     sources = replace(config.sources, user_features="users.parquet")
     tables = {"user_topk": config.tables["user_topk"], "user_vector": config.tables["user_vector"]}
-    features = {
-        user: {"country": country} for user, country in zip(world.users, countries, strict=True)
-    }
+    features = {user: {"country": country} for user, country in zip(names, countries, strict=True)}
     return EventWorld(replace(config, sources=sources, tables=tables), features=features)
 
 
@@ -81,14 +82,13 @@ async def asked(app: Running, users: Sequence[str]) -> list[dict[str, Any]]:
 async def compare(world: EventWorld, generation: str, count: int) -> None:
     """Asks for everybody, with events and without, and compares."""
     rng = np.random.default_rng(7)
-    # Features of who has no row before the cut are nobody's to know.
-    users = [
-        user for user in (world.known if world.features else world.users) if rng.random() < 0.9
-    ]
-    users = users[:count]
+    quiet = [user for user in QUIET if user in world.features]
+    users = [*quiet, *(user for user in world.users if rng.random() < 0.9)][:count]
     had = defaultdict[str, list[tuple[str, int]]](list)
     for user, item, at_us in world.rows:
         had[user].append((item, at_us))
+    for user in quiet:
+        had[user] = [(world.items[0], world.rows[0][2])]
     for start in range(0, len(users), 50):
         some = users[start : start + 50]
         world.accept([each for user in some for each in drawn(world, rng, user, had[user])])
