@@ -1,7 +1,9 @@
 """Preparation of callers' inputs for a tower, a whole batch at once. Pure."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,9 @@ from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.feature_checks import check_features
 from cache.model.tower_spec import TowerSpec
+
+HISTORY_LIMIT: Final = "history_limit"
+"""Fact of a manifest: of a history its night's models were given the newest so many items, whatever they would take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +40,16 @@ class Prepared:
 
 
 def prepare_all(
-    table: str, spec: TowerSpec, items: ItemTable, sources: Sequence[LiveInput]
+    table: str,
+    spec: TowerSpec,
+    items: ItemTable,
+    sources: Sequence[LiveInput],
+    history_limit: int = sys.maxsize,
 ) -> list[Prepared | InvalidInput | None]:
     """Prepares each input: ready for the tower, None if nothing usable was sent, or what is wrong with its features.
 
-    One look-up serves all histories, so that the fixed cost of numpy's calls is paid once per batch.
+    Of a history the tower is given the newest `history_limit` items, as by night; all of it is excluded. One look-up
+    serves all histories, so that the fixed cost of numpy's calls is paid once per batch.
     """
     ids: list[bytes] = []
     ends = [0]
@@ -57,7 +67,11 @@ def prepare_all(
     found: list[Prepared | InvalidInput | None] = []
     for row, source in enumerate(sources):
         history = known[known_ends[row] : known_ends[row + 1]]
+        dropped = ends[row + 1] - ends[row] - len(history)
         barred = excluded[excluded_ends[row] : excluded_ends[row + 1]]
+        if len(barred) > history_limit:
+            newest = items.to_model(Ordinals(barred[-history_limit:]))
+            history = newest[newest >= 0]
         item_index = -1
         if source.item is not None:
             item_index = -1 if own_indices is None else own_indices[row]
@@ -73,7 +87,6 @@ def prepare_all(
             or ("item_index" in binds and item_index < 0)
             or (binds == {"history"} and not len(history))
         )
-        dropped = ends[row + 1] - ends[row] - len(history)
         found.append(
             Prepared(table, history, features, item_index, barred, dropped) if is_usable else None
         )

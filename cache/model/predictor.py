@@ -1,6 +1,7 @@
 """Live inference: tower, candidate search, exact re-score, record. Synchronous; the skew gate runs it too."""
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,7 +16,7 @@ from cache.format.records.codec import encode_numbers, encode_topk
 from cache.format.records.layout import FLAG_LIVE, Layout
 from cache.model.candidate_search import Searcher
 from cache.model.feature_checks import stack_features
-from cache.model.input_preparation import LiveInput, Prepared, prepare_all
+from cache.model.input_preparation import HISTORY_LIMIT, LiveInput, Prepared, prepare_all
 from cache.model.list_search import ListSearch, Ranked
 from cache.model.ranking import Metric, score
 from cache.model.runtime import Accelerator
@@ -41,7 +42,9 @@ class Predictor:
         precisions: Mapping[str, ModelPrecision],
         model_digest: str,
         fallback: str | None = None,
+        history_limit: int = sys.maxsize,
     ) -> None:
+        self._history_limit = history_limit
         self.model_digest = model_digest
         self.fallback = fallback
         self.precisions = precisions
@@ -94,8 +97,9 @@ class Predictor:
         for name, chosen in sorted(precisions.items()):
             digest.update(f"{name}\0{chosen}\0{manifest.models[name].digest}\0".encode())
         return cls(
-            manifest.tables, items, towers, searchers, precisions, digest.hexdigest(), fallback
-        )
+            manifest.tables, items, towers, searchers, precisions, digest.hexdigest(), fallback,
+            int(manifest.facts.get(HISTORY_LIMIT, sys.maxsize)),
+        )  # fmt: skip
 
     def in_full(
         self,
@@ -146,7 +150,9 @@ class Predictor:
         self, table: str, sources: Sequence[LiveInput]
     ) -> list[Prepared | InvalidInput | None]:
         """Prepares many inputs at once; an InvalidInput stands in place of an input that the model does not take."""
-        return prepare_all(table, self._tower(table).spec, self._items, sources)
+        return prepare_all(
+            table, self._tower(table).spec, self._items, sources, self._history_limit
+        )
 
     def predict(
         self,

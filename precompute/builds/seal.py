@@ -27,6 +27,7 @@ from cache.format.manifest import (
 )
 from cache.format.manifest_files import Artefact, Attribute, EventsRead, ItemFiles, SeenPart
 from cache.format.reuse import FACT as REUSE
+from cache.model.input_preparation import HISTORY_LIMIT
 from cache.model.input_sample import FACT
 from cache.store.artefacts import generation_path
 from precompute.builds.build import (
@@ -138,6 +139,7 @@ def seal(made: Build) -> Manifest:
             "items_without_vector": begun["items_without_vector"],
             **({ITEM_VECTORS: True} if begun.get("events") and config.sources.item_vectors else {}),
             **({"user_vectors": True} if begun.get("events") and begun.get("user_vectors") else {}),
+            HISTORY_LIMIT: config.history_limit,
             "inputs": begun["inputs"],
             "unusable": merged([begun.get("unusable", {}), *(
                 report[kind].get("unusable", {}) for report in reports for kind in ("users", "items")

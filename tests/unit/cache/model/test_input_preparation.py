@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cache.errors import InvalidInput
+from cache.model.input_preparation import Prepared, prepare_all
 from cache.model.predictor import LiveInput
 from cache.model.tower import Histories, Tower
 from tests.models import ITEMS, histories_of, make_predictor, train_small
@@ -88,3 +89,19 @@ def test_threads_can_be_kept_on_cores_without_another_answer(world, tmp_path):
     assert np.array_equal(
         pinned.run({"history": histories_of()}), free.run({"history": histories_of()})
     )
+
+
+def test_models_are_given_the_newest_of_a_history_and_all_of_it_is_excluded(world):
+    predictor, items = world
+    spec = predictor._towers["user_tower"].spec
+    history = tuple(f"item-{number}".encode() for number in (4, 1, ITEMS + 5, 7, 2))
+
+    whole, cut = (
+        prepare_all("user_topk", spec, items, [LiveInput(history=history)], limit)[0]
+        for limit in (4, 2)
+    )
+
+    assert isinstance(whole, Prepared) and isinstance(cut, Prepared)
+    assert cut.history.tolist() == whole.history.tolist()[-2:] and len(whole.history) == 4
+    assert cut.excluded.tolist() == whole.excluded.tolist()
+    assert cut.dropped == whole.dropped == 1
