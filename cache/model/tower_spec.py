@@ -1,7 +1,7 @@
 """Specification of a tower: its inputs, each bound by name to what fills it, and its output; whether a model fits."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 from cache.errors import BundleError
@@ -79,10 +79,18 @@ class TowerSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Reads `to_json`; raises BundleError for anything else."""
+        known = [each.name for each in fields(InputSpec)]
         try:
+            for sent in data["inputs"]:
+                if unknown := sorted(sent.keys() - known):
+                    raise BundleError(
+                        f"input {sent.get('name')!r} has no field {unknown[0]!r}; there are {', '.join(known)} "
+                        "(width is the length of a feature's lists)",
+                        input=sent.get("name"),
+                    )
             inputs = tuple(InputSpec(**each) for each in data["inputs"])
             return cls(inputs, str(data["output"]), int(data["output_dims"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BundleError(f"not a tower specification: {error}") from error
 
 

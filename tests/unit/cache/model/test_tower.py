@@ -176,3 +176,13 @@ def test_a_wrong_feature_width_names_both_sides(tmp_path):
 
     with pytest.raises(BundleError, match="width 3 in the model, 5"):
         Tower.open(path, wrong)
+
+
+def test_a_field_of_an_input_that_there_is_not_is_named_with_those_there_are() -> None:
+    sent = SPEC.to_json()
+    sent["inputs"][0]["dims"] = 4
+
+    with pytest.raises(BundleError, match=r"no field 'dims'; there are name, .*width") as refused:
+        TowerSpec.from_json(sent)
+
+    assert refused.value.details["input"] == sent["inputs"][0]["name"]
