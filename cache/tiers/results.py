@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,36 +17,61 @@ Tier = Literal["l1", "l2"]
 """Tiers: this process and Redis."""
 
 
-class MissReason(StrEnum):
+class Word(StrEnum):
+    """Word of an answer's field, with its `meaning` in a sentence for whoever reads it."""
+
+    meaning: str
+
+    def __new__(cls, word: str, meaning: str) -> Self:
+        """Make a member that equals its word."""
+        member = str.__new__(cls, word)
+        member._value_ = word
+        member.meaning = meaning
+        return member
+
+
+class MissReason(Word):
     """Reasons why an answer is no plain hit, the tiers' own first; each miss has exactly one."""
 
-    NOT_IN_GENERATION = "not_in_generation"
-    NEGATIVE = "negative"
-    UNREAD = "overlay_unread"
-    EXPIRED = "expired"
-    INPUT_CHANGED = "input_changed"
-    PAGE_MISSING = "page_missing"
-    CORRUPT = "corrupt"
-    L2_TIMEOUT = "l2_timeout"
-    L2_DOWN = "l2_down"
-    BREAKER_OPEN = "breaker_open"
+    NOT_IN_GENERATION = (
+        "not_in_generation",
+        "The generation has no record of this id in this table, and no live answer to it is stored",
+    )
+    NEGATIVE = "negative", "The same, remembered from another request"
+    UNREAD = "overlay_unread", "The same, and a stored live answer was not looked for"
+    EXPIRED = "expired", "The stored live answer to this id has ended"
+    INPUT_CHANGED = "input_changed", "The stored live answer was computed from another input"
+    PAGE_MISSING = "page_missing", "The page of its record is not in Redis"
+    CORRUPT = "corrupt", "Its record in Redis is damaged"
+    L2_TIMEOUT = "l2_timeout", "Redis did not answer in time, or the deadline left it none"
+    L2_DOWN = "l2_down", "Redis cannot be reached"
+    BREAKER_OPEN = "breaker_open", "Redis failed several times and is not asked for a moment"
 
-    NEWER_EVENTS = "newer_events"
-    """The user has events that the generation lacks, and no answer that counts them is stored yet."""
-    FRESH = "fresh"
-    TOO_OLD = "too_old"
-    EXHAUSTED = "exhausted"
-    """Too little of a list is left without what the caller has seen or excluded."""
-    FILTERED = "filtered"
-    """Fewer than k of a list pass the filter, and the vector by which all others are found could not be had."""
-    ENTITY_BLOCKED = "entity_blocked"
-    INTERNAL_ERROR = "internal_error"
-    """A defect of ours."""
-    DEADLINE = "deadline"
-    """Counted in place of `l2_timeout`."""
+    NEWER_EVENTS = (
+        "newer_events",
+        "The user has newer events, and no answer that counts them is stored yet",
+    )
+    FRESH = "fresh", "A fresh answer was demanded"
+    TOO_OLD = "too_old", "What is stored is older than `max_age_seconds`"
+    EXHAUSTED = (
+        "exhausted",
+        "Of the list of an item, or of a live answer, fewer than k (or none) are left without what is excluded",
+    )
+    FILTERED = (
+        "filtered",
+        "Fewer than k of the list pass the filter, and no vector to search by could be had, or no time was left",
+    )
+    ENTITY_BLOCKED = "entity_blocked", "The id itself is on the blocklist"
+    INTERNAL_ERROR = "internal_error", "The service failed on this id, and has logged why"
 
-    NOTHING_TO_COMPUTE_FROM = "nothing_to_compute_from"
-    FRESH_UNAVAILABLE = "fresh_unavailable"
+    NOTHING_TO_COMPUTE_FROM = (
+        "nothing_to_compute_from",
+        "A fresh answer was demanded and nothing was sent to compute it from: this is what is stored",
+    )
+    FRESH_UNAVAILABLE = (
+        "fresh_unavailable",
+        "A fresh answer was demanded and live has none (`live` says why): this is what is stored",
+    )
 
 
 OUTAGES = frozenset(
@@ -67,6 +92,12 @@ STANDS_IN = OUTAGES | {MissReason.NOT_IN_GENERATION}
 
 NOWHERE = frozenset({MissReason.NOT_IN_GENERATION, MissReason.NEGATIVE, MissReason.UNREAD})
 """Reasons of a miss: nothing is stored for an id that the night did not know."""
+
+TOLD_AS: Mapping[str, MissReason] = {
+    MissReason.NEGATIVE: MissReason.NOT_IN_GENERATION,
+    MissReason.UNREAD: MissReason.NOT_IN_GENERATION,
+}
+"""Reason that answers, metrics and explanations tell in place of another: none says how an absence was found out."""
 
 TOLD_WITH_STORED = frozenset({MissReason.NOTHING_TO_COMPUTE_FROM, MissReason.FRESH_UNAVAILABLE})
 """Reasons that go with a stored answer where a fresh one was asked for: no miss."""

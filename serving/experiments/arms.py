@@ -11,6 +11,7 @@ from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.experiments import VERSIONS, Experiment, Experiments
+from serving.answers.reasons import Stale
 from serving.generations.store_threads import InThread
 from serving.lookup.service import LookupService
 
@@ -105,7 +106,7 @@ class Arms:
         try:
             found = await self._in_thread(_newer, self._store, self.record.version)
         except (LarderError, OSError, ValueError) as error:
-            follower.note("experiments", "experiments_unreadable", str(error))
+            follower.note("experiments", Stale.EXPERIMENTS_UNREADABLE, str(error))
         else:
             follower.note("experiments", None)
             self.record = found or self.record

@@ -18,13 +18,14 @@ from cache.events.event import Event
 from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
+from serving.answers.reasons import Stale
 from serving.fresh.newer_events import NO_LIMIT, NewerEvents
 from serving.generations.holder import Shelf
 from serving.generations.redis_clock import RedisClock
 
 log = logging.getLogger(__name__)
 
-BEHIND: Final = "events_behind"
+BEHIND: Final = Stale.EVENTS_BEHIND
 """Reason why answers may lag: events were accepted that are not counted here."""
 
 _AT_ONCE = 256

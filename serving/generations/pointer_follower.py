@@ -4,17 +4,18 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from cache.errors import CorruptArtefact, LarderError, TierUnavailable, UnknownFormat, masked
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Pointer
+from serving.answers.reasons import Stale
 from serving.generations.degraded_reopen import Mending
 from serving.generations.health import About, Concerns, Health
 from serving.generations.holder import Shelf
-from serving.generations.pointer_rules import Pursuit, judge
+from serving.generations.pointer_rules import Pursuit, Verdict, judge
 from serving.generations.release_history import newest_pointer
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
@@ -26,6 +27,13 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 10.0
 """Seconds between tries to load what could not be loaded: each reads and checks every file."""
+
+_DISTRUSTED: Mapping[Verdict, Stale] = {
+    "vanished": Stale.POINTER_VANISHED,
+    "backwards": Stale.POINTER_BACKWARDS,
+    "conflicting": Stale.POINTER_CONFLICTING,
+}
+"""Word for a pointer that is not followed."""
 
 T = TypeVar("T")
 
@@ -56,7 +64,7 @@ class Follower:
         self._poll_s, self._load_bound_s = poll_s, load_bound_s
         self._in_thread = in_thread
         self._timer = timer
-        self.concerns = Concerns("pointer", "starting")
+        self.concerns = Concerns("pointer", Stale.STARTING)
         self._retry_s, self._retry_at = min(_RETRY_S, load_bound_s / 3), 0.0
         self._mending = Mending(shelf, timer)
         self._looking = asyncio.Lock()
@@ -136,13 +144,13 @@ class Follower:
         if verdict == "newer" and pointer is not None:
             await self._follow(pointer)
         elif verdict != "same":
-            self._mark(f"pointer_{verdict}")
+            self._mark(_DISTRUSTED[verdict])
         elif not self.pursuit.is_behind:
             self._unmark()
         elif self.pursuit.seen is not None and self._timer() >= self._retry_at:
             await self._follow(self.pursuit.seen)
         else:
-            self._mark("load_failed")
+            self._mark(Stale.LOAD_FAILED)
 
     async def _heard(self) -> tuple[Pointer | None, bytes | None] | None:
         """Pointer and staging note as of now; None, and a concern, where they cannot be read."""
@@ -151,11 +159,11 @@ class Follower:
             self.note("redis", None)
             return None if raw is None else Pointer.from_bytes(raw), note
         except TierUnavailable:
-            self.note("redis", "redis_unreachable")
+            self.note("redis", Stale.REDIS_UNREACHABLE)
             self.note("pointer", None)  # whatever was wrong with it may have passed
-            self._metrics.refreshes.labels("redis_unreachable").inc()
+            self._metrics.refreshes.labels(Stale.REDIS_UNREACHABLE).inc()
         except CorruptArtefact as error:
-            self._mark("pointer_corrupt", str(error))
+            self._mark(Stale.POINTER_CORRUPT, str(error))
         return None
 
     def _stage(self) -> None:
@@ -228,7 +236,7 @@ class Follower:
         why = masked(why)
         self.pursuit.failed = f"generation {pointer.generation} cannot be loaded: {why}"
         self._retry_at = self._timer() + self._retry_s
-        self._mark("load_failed")
+        self._mark(Stale.LOAD_FAILED)
         await self._unless_overtaken(pointer, self._fall_back(pointer))
 
     async def _unless_overtaken(

@@ -8,17 +8,21 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cache.events.event_predictor import EventInput
 from cache.events.new_items import NO_NEW, NewItemsOf
 from cache.model.predictor import LiveInput
+from serving.answers.reasons import LiveReason
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_cost import Cost
 
 
 class LiveUnavailable(Exception):
-    """Live has no answer for this input now; `reason` is busy, overloaded, no_model, no_usable_input or failed."""
+    """Live has no answer for this input now; `reason` is a `LiveReason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -42,6 +46,8 @@ class Job:
     """Newer events to compute from, in place of `source`."""
     new: NewItemsOf = NO_NEW
     """New items that its list may name."""
+    had: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Ordinals of items that its list leaves out beside those of `source`: the user had them by the night."""
 
     @property
     def lane(self) -> str:
@@ -113,7 +119,7 @@ class MicroBatcher:
             self.queued >= self._max_queue
             or self.queued_bytes + job.size_bytes > self._max_queue_bytes
         ):
-            done.set_exception(LiveUnavailable("busy"))
+            done.set_exception(LiveUnavailable(LiveReason.BUSY))
             return done
         job.queued_at = self._timer()
         self._lanes.setdefault((id(job.snapshot), job.lane), deque()).append((job, done))
@@ -154,7 +160,7 @@ class MicroBatcher:
                 if within < 1:
                     self.hopeless += 1
                     cost.fade()
-                    done.set_exception(LiveUnavailable("timeout"))
+                    done.set_exception(LiveUnavailable(LiveReason.TIMEOUT))
                 elif within <= len(batch):
                     break  # its time is too short for this batch, not for the next
                 else:
@@ -187,13 +193,13 @@ class MicroBatcher:
 
         def done(running: "Future[None]") -> None:
             if running.cancelled() or running.exception() is not None:
-                tell((), LiveUnavailable("failed"), started)
+                tell((), LiveUnavailable(LiveReason.FAILED), started)
 
         try:
             self._executor.submit(run).add_done_callback(done)
         except RuntimeError:  # shut down
             self._idle += 1
-            _resolve(batch, [LiveUnavailable("failed")] * len(batch))
+            _resolve(batch, [LiveUnavailable(LiveReason.FAILED)] * len(batch))
 
     def _finish(
         self,

@@ -7,17 +7,11 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from cache.tiers.eviction_history import Absence
-from cache.tiers.results import TOLD_WITH_STORED, MissReason
+from cache.tiers.results import TOLD_AS, TOLD_WITH_STORED, MissReason
 
-WORDS: Mapping[str, MissReason] = {
-    MissReason.NEGATIVE: MissReason.NOT_IN_GENERATION,
-    MissReason.UNREAD: MissReason.NOT_IN_GENERATION,
-    MissReason.L2_TIMEOUT: MissReason.DEADLINE,
-    MissReason.BREAKER_OPEN: MissReason.L2_DOWN,
-}
-"""Counted reason by the one that an answer tells in more detail; all other reasons are counted as they are told."""
-
-REASONS = tuple(each for each in MissReason if each not in WORDS and each not in TOLD_WITH_STORED)
+REASONS = tuple(
+    [each for each in MissReason if each not in TOLD_AS and each not in TOLD_WITH_STORED]
+)
 """Reasons that are counted: no stored tier answered."""
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from cache.tiers.results import TOLD_AS
 from serving.answers.sources import Source
 from serving.metrics.changed_answers import ChangedAnswers
 from serving.metrics.fast_counters import Seconds, Tally
-from serving.metrics.miss_reasons import WORDS, L1Misses
+from serving.metrics.miss_reasons import L1Misses
 from serving.tracing.request_context import note
 
 STAGES = ("parse", "stored", "live", "previous", "render", "inference")
@@ -191,7 +192,7 @@ class Metrics:
 
     def missed(self, table: str, reason: str) -> None:
         """Counts one entity that no stored tier answered."""
-        self._child(self.misses, table, WORDS.get(reason, reason)).inc()
+        self._child(self.misses, table, TOLD_AS.get(reason, reason)).inc()
 
     def asked(self, tables: Iterable[str]) -> None:
         """Counts entities that passed validation: each of them will be answered exactly once."""

@@ -13,6 +13,7 @@ from redis.exceptions import ResponseError
 from cache.errors import LarderError, TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
+from serving.answers.reasons import Stale
 from serving.generations.pointer_follower import Follower
 from serving.generations.store_threads import InThread
 from serving.replica.blocklist_loader import newest_blocklist
@@ -120,7 +121,7 @@ class Refresher:
             found, trouble = None, str(error)
         if found is not None:
             await shelf.block(found)
-        follower.note("blocklist", trouble and "blocklist_unreadable", trouble or "")
+        follower.note("blocklist", trouble and Stale.BLOCKLIST_UNREADABLE, trouble or "")
         if trouble is None:
             self.blocklist_read_at = self._timer()
 
@@ -159,7 +160,7 @@ class Refresher:
         self._is_policy_fine = not policy.startswith("allkeys")
         self.follower.note(
             "eviction",
-            None if self._is_policy_fine else "eviction_policy",
+            None if self._is_policy_fine else Stale.EVICTION_POLICY,
             f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
         )
 

@@ -40,7 +40,7 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
             "answers": {"l1": 9_120_551, "l2": 3_720_114, "live": 402_113, "previous": 3_020, "default": 92_107},
             "misses": {
                 "not_in_generation": 301_882, "cold_start": 92_107, "input_changed": 71_330, "fresh": 22_410,
-                "deadline": 6_104, "l2_down": 2_872, "evicted": 388, "page_missing": 2, "corrupt": 1,
+                "l2_timeout": 6_104, "l2_down": 2_872, "evicted": 388, "page_missing": 2, "corrupt": 1,
             },
             "entities": 13_337_905,
         },

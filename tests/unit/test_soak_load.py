@@ -31,7 +31,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     [
         ({}, None),
         ({"source": "l1"}, None),
-        ({"source": "default", "reason": "deadline", "producer": None}, None),
+        ({"source": "default", "reason": "l2_timeout", "producer": None}, None),
         ({"producer": "live", "events": 1, "items": ["b"]}, None),
         ({"source": "default", "reason": "internal_error", "items": ["zz"]}, "internal error"),
         ({"producer": None, "items": ["zz"]}, "by None"),
@@ -67,5 +67,5 @@ def test_defaults_are_for_strangers(load: MixedLoad) -> None:
         )
     load.judge("one", {}, answer())
     assert load.missing() == []
-    load.judge("one", {}, answer(source="default", reason="deadline", producer=None))
+    load.judge("one", {}, answer(source="default", reason="l2_timeout", producer=None))
     assert load.missing() == ["1 of 2 answers about what the night knows are `default`"]
