@@ -40,8 +40,9 @@ _NOTHING = np.empty(0, np.int64)
 class EventInput(NamedTuple):
     """Newer events of a user, and where the night's input of the user lies in its directory; -1: it has none.
 
-    `sent` is what a caller sent of somebody whom the night does not know: it comes before the events. `values` are
-    attributes that events set for the user. Items of events that are among the `new_items` count as in the next night.
+    `sent` is what a caller sent of a user of whom the night has no input that the model takes: it stands in for the
+    night's, before the events. `values` are attributes that events set for the user. Items of events that are among the
+    `new_items` count as in the next night.
     """
 
     position: int
@@ -134,10 +135,16 @@ class EventPredictor:
             start, end = end, end + len(history.newest)
             try:
                 had = history.had[history.had < count]
+                if each.sent is not None and each.position >= 0:
+                    had = np.union1d(had, self.seen.of(each.position))
                 found.append(self._prepared(table, each, base, indices[start:end], had))
             except InvalidInput as error:
                 found.append(error.with_traceback(None))  # which holds this list, and so itself
         return found
+
+    def has_input(self, table: str, of_user: EventInput) -> bool:
+        """True if the table's model takes the input of this user."""
+        return isinstance(self.prepare_all(table, [of_user])[0], Prepared)
 
     def predict(
         self,
@@ -199,7 +206,7 @@ class EventPredictor:
 
     def _base(self, each: EventInput) -> UserInput:
         """The input without the events."""
-        if each.position >= 0:
+        if each.position >= 0 and each.sent is None:
             return self.seen.input_of(each.position)
         sent = each.sent or LiveInput()
         items = self.items.ordinals_of(latest_of_each(sent.history or ()))
@@ -210,10 +217,9 @@ class EventPredictor:
 def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
     """Tables of users whose answers a newer event changes, with the features that their models take.
 
-    These are lists, and what comes from a history or from features.
-    Where users brought their vectors along, these stay as they are.
+    These are lists, and what comes from a history or from features. A vector that a user brought along stays as it is:
+    `GenerationEvents.changes` tells these users apart.
     """
-    is_given = bool(manifest.facts.get("user_vectors"))
     found = {}
     for name, table in manifest.tables.items():
         model = manifest.models.get(str(table.producer.model))
@@ -221,7 +227,7 @@ def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
             continue
         spec = TowerSpec.from_json(model.spec)
         is_changed = spec.history is not None or bool(spec.features)
-        if table.kind == "topk" or (is_changed and not (is_given and table.kind == "vector")):
+        if table.kind == "topk" or is_changed:
             found[name] = tuple(spec.features)
     return found
 
@@ -286,3 +292,23 @@ class GenerationEvents:
             return False
         is_list_of_known = table.kind == "topk" and position >= 0
         return not (is_list_of_known and self.predictor.seen.brought_vector(position))
+
+    def has_input(self, table: Table, of_user: EventInput) -> bool:
+        """True if the night's input of a user and the newer events suffice for the table's model."""
+        if of_user.position < 0:
+            return False
+        return (
+            self.predictor is None
+            or not self.predictor.supports(table.name)
+            or (self.predictor.has_input(table.name, of_user))
+        )
+
+    def changes(self, table: Table, position: int, seen: SeenItems | None) -> bool:
+        """True if newer events change what the table answers for the user at this position (-1: nowhere).
+
+        A night takes a vector that the user brought along as it is, whatever the user did.
+        """
+        if table.name not in self.tables:
+            return False
+        is_vector_of_known = table.kind == "vector" and position >= 0 and seen is not None
+        return not (is_vector_of_known and seen is not None and seen.brought_vector(position))

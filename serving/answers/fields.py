@@ -46,8 +46,8 @@ class Origin:
     generation: Annotated[str, Say("Generation that all of the answer is of")]
     age_seconds: Annotated[float, Say("Now minus the generation's data_until")]
     published_at: Annotated[str, Say("Time of publication, RFC 3339, UTC", format="date-time")]
-    reason: Annotated[str | None, Say("Why this is not a plain hit; `exhausted`: fewer than k were left", TOLD)] = None
-    live: Annotated[str | None, Say("Why live did not answer, though it could; `overloaded`: left out", TOLD)] = None
+    reason: Annotated[str | None, Say("Why this is not a plain hit", TOLD)] = None
+    live: Annotated[str | None, Say("Why live did not answer, though there was an input", TOLD)] = None
     dropped_history: Annotated[int, Say("History ids the model does not know", TOLD)] = 0
     reranked: Annotated[str | None, Say("What changed the order: `boost`, `diversify` or both, with `+`", TOLD)] = None
     near: Annotated[
@@ -71,7 +71,7 @@ class Answer(Origin):
 
     items: Annotated[tuple[str, ...] | None, Say("Item ids, best first", "topk")] = None
     scores: Annotated[Numbers | None, Say("Scores of the items", "topk")] = None
-    short: Annotated[bool, Say("Fewer than k remain", "topk")] = False
+    short: Annotated[bool, Say("Fewer than k remain; under a filter: fewer than k pass", "topk")] = False
     vector: Annotated[Numbers | None, Say("Embedding; null: there is none", "vector", null=True)] = None
     values: Annotated[Numbers | None, Say("Model outputs; null: there are none", "value", null=True)] = None
     labels: Annotated[tuple[str, ...] | None, Say("Names of the values", "value")] = None

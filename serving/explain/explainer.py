@@ -97,7 +97,7 @@ class Explainer:
         stored = records.of_the_night(l1, l2)
         said = await self._rescorer.say(snapshot, case, stored and stored[0])
         replay = Replay(self._looking, l1, l2, beside, said)
-        answered = await replay.answered(holding, case, self._unheard)
+        answered = await replay.answered(holding, case, ask.options, self._unheard)
         previous = await self._previous(holding, answered, replay)
         answer = _answer(answered, said)
         chosen = replay.stored if answer["tier"] in STORED else None
@@ -142,7 +142,8 @@ class Explainer:
             if now is not None and want.table is table:
                 told["difference"] = difference(prediction, now)
         if answer["tier"] == Source.DEFAULT and raw is not None:
-            told["default"] = from_defaults(snapshot, table, case.entity, case.k, (barred,))
+            had = frozenset(answered.had_by_night(snapshot).tolist())
+            told["default"] = from_defaults(snapshot, table, case.entity, case.k, (barred, had))
         return told | {"sentence": sentence(told)}
 
     def _directory(self, snapshot: Snapshot, want: Want) -> dict[str, Any]:
@@ -220,9 +221,9 @@ def _answer(case: Case, said: Said) -> dict[str, Any]:
     """The source of the answer, why it is no plain hit, and why live gave none although it had an input."""
     source = "default" if case.answer is None else case.answer["source"]
     is_stored = source in STORED
-    reason = None if case.reason is None else str(case.reason)
+    reason = None if case.answer is None else case.answer.get("reason")
     live = said.reason if said.is_of_input and not is_stored else None
-    return {"tier": source, "reason": reason, "live": live}
+    return {"tier": source, "reason": reason and str(reason), "live": live}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

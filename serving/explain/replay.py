@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cache.tiers.inspector import Looking
 from cache.tiers.results import OUTAGES, Found, Missed, Outcome, View, Want
+from serving.answers.reasons import LiveReason
 from serving.explain.rescore import Said
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
@@ -43,11 +44,19 @@ class Replay:
             found = beside._replace(reason=found.reason)
         self.stored = found
 
-    async def answered(self, holding: Holding, case: Case, metrics: Metrics) -> Case:
+    async def answered(
+        self, holding: Holding, case: Case, asked: RequestOptions, metrics: Metrics
+    ) -> Case:
         """The case as the ladder leaves it: its answer has the source, `reason` says why it is no plain hit."""
         self._seen[holding.live.generation, case.want.key] = self.stored
         ladder = Ladder(self, self, metrics, l2_deadline_s=_PLENTY_S)
-        options = RequestOptions(_PLENTY_S, case.k, max_events=0)  # the case counts them already
+        options = dataclasses.replace(
+            asked,
+            deadline_s=_PLENTY_S,
+            filter=None,
+            rerank=None,
+            max_events=0,  # the case counts them already
+        )
         case = dataclasses.replace(case, reason=None)
         await ladder.resolve(holding, [case], Turn.of(options, time.monotonic()))
         return case
@@ -89,6 +98,6 @@ class Replay:
         """Outcome of the inference that was run already."""
         computed, reason = self._said.computed, self._said.reason
         return [
-            LiveUnavailable(reason or "failed") if computed is None else Computed(computed)
+            LiveUnavailable(reason or LiveReason.FAILED) if computed is None else Computed(computed)
             for _ in cases
         ]

@@ -14,6 +14,7 @@ from cache.format.records.codec import Record
 from cache.tiers.inspector import Looking
 from cache.tiers.results import Found, MissReason
 from serving.admission.controller import Admission
+from serving.answers.reasons import LiveReason
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case, want_in
 from serving.lookup.event_counting import new_items_of
@@ -74,7 +75,7 @@ class Rescorer:
         began = time.monotonic()
         precision = "fp32" if _input(case) == "events" else _precision(snapshot, case.table)
         if snapshot.predictor is None:
-            return Said(None, "no_model", _input(case), 0.0, None)
+            return Said(None, LiveReason.NO_MODEL, _input(case), 0.0, None)
         record: Record | None = None
         computed: bytes | None = None
         reason: str | None = "nothing_to_compute_from"
@@ -95,11 +96,12 @@ class Rescorer:
     ) -> tuple[Record | None, bytes | None, str | None]:
         """The record, decoded and as it is, or why there is none."""
         if not self.admission.admit_live():
-            return None, None, "overloaded"
+            return None, None, LiveReason.OVERLOADED
         job = Job(
             snapshot, case.table.name, case.source, case.want.fingerprint, case.size_bytes,
-            time.monotonic() + LIVE_S, newer=case.counted and case.counted.input,
-            new=new_items_of(snapshot, case),
+            time.monotonic() + LIVE_S,
+            newer=None if case.is_settled else case.counted and case.counted.input,
+            new=new_items_of(snapshot, case), had=case.had_by_night(snapshot),
         )  # fmt: skip
         try:
             computed = await asyncio.wait_for(self.batcher.infer(job), LIVE_S)
@@ -107,10 +109,10 @@ class Rescorer:
         except LiveUnavailable as error:
             return None, None, error.reason
         except TimeoutError:
-            return None, None, "timeout"
+            return None, None, LiveReason.TIMEOUT
         except Exception:  # the model is a guest
             log.warning("live inference for %s failed", case.table.name, exc_info=True)
-            return None, None, "failed"
+            return None, None, LiveReason.FAILED
 
     async def _from_vector(self, snapshot: Snapshot, case: Case, stored: Record) -> Record | None:
         """The stored list, scored and ordered by the stored vector; None without one."""

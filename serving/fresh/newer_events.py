@@ -121,23 +121,27 @@ class NewerEvents:
         """Events of the user that an answer of the table counts, up to a position's number; None without any.
 
         `position` is the user's in the directory (-1: the night did not know it). `sent` is what the caller sent, with
-        its digest: it counts for who has no input of the night's.
+        its digest: it counts for users of whom the night and these events have no input that the model takes.
         """
-        if snapshot.events is None or (features := snapshot.events.tables.get(table.name)) is None:
+        events_of_night = snapshot.events
+        if events_of_night is None or not events_of_night.changes(table, position, snapshot.seen):
             return None
         if snapshot.blocks(table, raw):
             return None
-        found = self.users.newer(raw, snapshot.events.until)
-        values = self.values.of_user(raw, snapshot.events.until)
+        features = events_of_night.tables[table.name]
+        found = self.users.newer(raw, events_of_night.until)
+        values = self.values.of_user(raw, events_of_night.until)
         is_of_values = takes_any(values, features)
         events = tuple(
             [each for each in found if each.number <= as_of and (each.item or is_of_values)]
         )
         if not events:
             return None
-        source, digest = (None, b"") if sent is None or position >= 0 else sent
-        counted = EventInput(position, events, source, values)
-        is_whole = snapshot.events.until >= self.users.since
+        counted, digest = EventInput(position, events, None, values), b""
+        if sent is not None and not events_of_night.has_input(table, counted):
+            source, digest = sent
+            counted = counted._replace(sent=source)
+        is_whole = events_of_night.until >= self.users.since
         is_past = as_of < NO_LIMIT
         is_approximate = is_of_values and self.values.newest_of_user(raw) > as_of
         return CountedEvents(

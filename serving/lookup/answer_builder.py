@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from cache.filters.masks import Passing
 from cache.filters.reranking import Reranker
 from cache.format.records.codec import Record
-from cache.tiers.results import NOWHERE, MissReason
+from cache.tiers.results import NOWHERE, TOLD_AS, MissReason
+from serving.answers.reasons import LiveReason
 from serving.answers.sources import FALLBACKS, STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case, Partial
@@ -31,19 +32,23 @@ from serving.usage.request_observer import UsageObserver
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """State that all entities of one request share; times are monotonic."""
+    """State that all entities of one request share; times are monotonic.
+
+    Where it `is_part` of another answer (a vector that a list is searched with), only that answer is counted.
+    """
 
     options: RequestOptions
     started: float
     deadline: float
+    is_part: bool = False
     _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
     _passing: dict[str, Passing] = field(default_factory=dict)
     _rerankers: dict[str, Reranker] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: RequestOptions, started: float) -> Self:
+    def of(cls, options: RequestOptions, started: float, *, is_part: bool = False) -> Self:
         """The state of a request that came at `started`."""
-        return cls(options, started, started + options.deadline_s)
+        return cls(options, started, started + options.deadline_s, is_part)
 
     def excluded(self, snapshot: Snapshot) -> frozenset[int]:
         """Ordinals of `exclude`, looked up once per generation and not once per entity."""
@@ -87,9 +92,6 @@ class Turn:
 Searched = tuple[NDArray[np.uint32], NDArray[np.float32]]
 """Ordinals and scores, best first."""
 
-_UNTOLD = (MissReason.NEGATIVE, MissReason.UNREAD)
-_NOWHERE = MissReason.NOT_IN_GENERATION
-
 
 class Reply:
     """Gives a case its answer."""
@@ -115,13 +117,15 @@ class Reply:
         turn: Turn,
         *,
         least: int = 1,
+        had: frozenset[int] = frozenset(),
     ) -> None:
-        """Answers, unless fewer than `least` items of the list are left: that is for a lower rung.
+        """Answer, unless fewer than `least` items of a list are left that may go on: that is for a lower rung.
 
-        Where fewer than k pass a filter, that is kept: a search by vectors may find more.
+        Where fewer than k pass a filter, that is kept: a search by vectors may find more. `had` are ordinals of items
+        that the user had, where the list was made without them.
         """
         table = snapshot.manifest.tables[case.table.name]
-        barred: Barred = (turn.excluded(snapshot),)
+        barred: Barred = (turn.excluded(snapshot), had)
         # A live record was computed from this very history, and leaves it out; one with events from theirs.
         is_of_history = source is Source.LIVE and case.counted is None
         if not is_of_history and table.kind == "topk" and case.entity.history:
@@ -140,11 +144,14 @@ class Reply:
             if passing is not None and is_cut(prediction, record, table):
                 case.reason = MissReason.FILTERED
                 producer = "live" if record.live else "batch"
-                case.partial = Partial(prediction, snapshot, source, producer, passing, record.told)
+                case.partial = Partial(
+                    prediction, snapshot, source, producer, passing, record.told, had
+                )
                 return
             # What a re-ranking leaves out, no other list of the same items would have more of.
             wanted = least if reranker is None else 1
-            if passing is None and (left == 0 or left < min(wanted, len(record.items))):
+            is_used_up = left == 0 or left < min(wanted, len(record.items))
+            if passing is None and is_used_up and not case.is_answered_by_night(record):
                 case.reason = MissReason.EXHAUSTED
                 return
         producer = "live" if record.live else "batch"
@@ -173,16 +180,18 @@ class Reply:
         if case.partial is None:
             self.default(case, snapshot, turn)
             return
-        # Of the generation that the list is of, which may be the previous one: what its users had is not known here.
-        prediction, of, source, producer, passing, told = case.partial
-        gone = left_out(case, of, turn) if of is snapshot else np.empty(0, np.int64)
+        # Of the generation that the list is of, which may be the previous one, and that numbers items in its own way.
+        prediction, of, source, producer, passing, told, had = case.partial
+        gone = left_out(case, of, turn) if of is snapshot else _left_out_before(case, of, turn, had)
         prediction["short"] = _is_short(passing, gone, case.k)
         self._finish(case, prediction, of, source, producer, turn, told)
 
     def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         """Answers with what holds for everybody."""
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
-        barred: Barred = (turn.excluded(snapshot), *self._newer(case, snapshot, Source.DEFAULT))
+        had = frozenset(case.had_by_night(snapshot).tolist())
+        newer = self._newer(case, snapshot, Source.DEFAULT)
+        barred: Barred = (turn.excluded(snapshot), had, *newer)
         passing = turn.passing(snapshot)
         prediction = from_defaults(
             snapshot, case.table, case.entity, case.k, barred, passing, turn.reranker(snapshot)
@@ -211,27 +220,35 @@ class Reply:
     ) -> None:
         table = case.table.name
         # Of a history that only kept items out of a list of the night, nothing was used to compute.
-        is_used = case.counted is None and (
-            producer == "live" or case.live_reason == "no_usable_input"
+        is_used = (case.counted is None or case.counted.input.sent is not None) and (
+            producer == "live" or case.live_reason == LiveReason.NO_USABLE_INPUT
         )
         dropped = 0
         if is_used:
             by_live = case.dropped if source is Source.LIVE else None
             dropped = case.history_in(snapshot).dropped if by_live is None else by_live
         if (counted := case.counted) is not None:
-            self._metrics.changed.answers[table] += 1
             if counted.is_approximate or not _counts(case, source):
                 told = {"approximate": True, **told}
             if case.reason in NOWHERE and not case.is_settled:
                 case.reason = MissReason.NEWER_EVENTS
-        # A caller need not know that the unknown was remembered, or not looked up.
-        reason = _NOWHERE if case.reason in _UNTOLD else case.reason
+        reason = None if case.reason is None else TOLD_AS.get(case.reason, case.reason)
         case.answer = complete(
             prediction, snapshot, table, case.entity, source, producer, self._clock(),
             reason=reason, live=case.live_reason, dropped_history=dropped or None,
             reranked=turn.reranked(snapshot), near=case.near if source is Source.LIVE else None,
             events=counted and counted.events, as_of=counted and counted.as_of, **told,
         )  # fmt: skip
+        if not turn.is_part:
+            self._observe(case, snapshot, source, turn)
+        elif source is Source.L2 and case.want.position >= 0:
+            self._watch.reads.add(snapshot.generation, table, (case.want.key,))
+
+    def _observe(self, case: Case, snapshot: Snapshot, source: Source, turn: Turn) -> None:
+        """Count the answer of a case, under its source and its reason."""
+        table = case.table.name
+        if case.counted is not None:
+            self._metrics.changed.answers[table] += 1
         self._metrics.answered(table, source, self._timer() - turn.started)
         if source not in STORED:
             key, reason = case.want.key, case.reason
@@ -288,10 +305,21 @@ def left_out(case: Case, snapshot: Snapshot, turn: Turn) -> NDArray[np.int64]:
     if snapshot.new_items:  # those that this answer does not name
         named = snapshot.items.count + len(case.new_items)
         gone |= frozenset(range(named, snapshot.numbered))
-    ordinals = np.array(sorted(gone), np.int64)
-    if case.table.entity == "user" and snapshot.seen is not None and case.position >= 0:
-        ordinals = np.concatenate([ordinals, snapshot.seen.of(case.position)])
+    ordinals = np.concatenate([np.array(sorted(gone), np.int64), case.had_by_night(snapshot)])
     return ordinals[ordinals >= 0]  # of what is excluded some may be no items
+
+
+def _left_out_before(
+    case: Case, previous: Snapshot, turn: Turn, had: frozenset[int]
+) -> NDArray[np.int64]:
+    """Ordinals int64 that a list of the previous generation leaves out; `had` are those that the user had."""
+    gone = turn.excluded(previous) | case.history_in(previous).seen | previous.blocked | had
+    if case.table.entity == "item" and case.entity.raw is not None:
+        gone |= frozenset(previous.numbers_of((case.entity.raw,)).tolist())
+    if case.counted is not None:
+        gone |= frozenset(previous.numbers_of(case.counted.items).tolist())
+    gone |= frozenset(range(previous.items.count, previous.numbered))  # it names no new item
+    return np.array([ordinal for ordinal in sorted(gone) if ordinal >= 0], np.int64)
 
 
 def _is_short(passing: Passing, gone: NDArray[np.int64], k: int) -> bool:

@@ -3,10 +3,14 @@
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from cache.errors import InvalidInput
 from cache.events.new_items import merged_lists
-from cache.model.predictor import Prepared
+from cache.model.predictor import Predictor, Prepared
+from serving.answers.reasons import LiveReason
 from serving.lookup.micro_batcher import (
     Compute,
     Computed,
@@ -43,7 +47,7 @@ def compute(
     snapshot, table, scored_at = jobs[0].snapshot, jobs[0].table, int(clock())
     predictor = snapshot.predictor
     if predictor is None:
-        return [LiveUnavailable("no_model")] * len(jobs)
+        return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
     def predict(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
         prints = [each.fingerprint for each in some]
@@ -62,10 +66,7 @@ def compute(
         ]
 
     may_reuse = near is not None and near.covers(snapshot, table)
-    sources = [each.source for each in jobs]
-    return _outcomes(
-        jobs, lambda: predictor.prepare_all(table, sources), reuse if may_reuse else predict
-    )
+    return _outcomes(jobs, lambda: _prepared(predictor, jobs), reuse if may_reuse else predict)
 
 
 def with_events(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
@@ -73,12 +74,12 @@ def with_events(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
     snapshot, table = jobs[0].snapshot, jobs[0].table
     predictor = None if snapshot.events is None else snapshot.events.predictor
     if predictor is None:
-        return [LiveUnavailable("no_model")] * len(jobs)
+        return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
     def predict(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
         prints, new = [each.fingerprint for each in some], [each.new for each in some]
         records = predictor.predict(table, batch, prints, scored_at, new)
-        return [Computed(record, 0) for record in records]
+        return [Computed(record) for record in records]
 
     inputs = [each.newer for each in jobs if each.newer is not None]
     return _outcomes(jobs, lambda: predictor.prepare_all(table, inputs), predict)
@@ -89,7 +90,7 @@ def with_new_items(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
     snapshot, table = jobs[0].snapshot, jobs[0].table
     predictor = snapshot.predictor
     if predictor is None:
-        return [LiveUnavailable("no_model")] * len(jobs)
+        return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
     def predict(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
         search, vectors = predictor.search(table), predictor.vectors(batch)
@@ -103,8 +104,20 @@ def with_new_items(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
             Computed(record, prepared.dropped, own=without) for record, prepared, without in found
         ]
 
-    sources = [each.source for each in jobs]
-    return _outcomes(jobs, lambda: predictor.prepare_all(table, sources), predict)
+    return _outcomes(jobs, lambda: _prepared(predictor, jobs), predict)
+
+
+def _prepared(
+    predictor: Predictor, jobs: Sequence[Job]
+) -> Sequence[Prepared | InvalidInput | None]:
+    """Inputs that callers sent, prepared: lists leave out what the users had by the night as well."""
+    found = predictor.prepare_all(jobs[0].table, [job.source for job in jobs])
+    return [
+        replace(prepared, excluded=np.union1d(prepared.excluded, job.had))
+        if isinstance(prepared, Prepared) and len(job.had)
+        else prepared
+        for job, prepared in zip(jobs, found, strict=True)
+    ]
 
 
 def _outcomes(jobs: Sequence[Job], prepare: _Prepare, predict: _Predict) -> list[Outcome]:
@@ -112,7 +125,7 @@ def _outcomes(jobs: Sequence[Job], prepare: _Prepare, predict: _Predict) -> list
 
     Where that raises, halves are tried: whose fault it is takes twice the logarithm of runs to find.
     """
-    outcomes: list[Outcome] = [LiveUnavailable("no_usable_input")] * len(jobs)
+    outcomes: list[Outcome] = [LiveUnavailable(LiveReason.NO_USABLE_INPUT)] * len(jobs)
     try:
         found = prepare()
     except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on

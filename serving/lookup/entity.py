@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.events.new_items import NO_NEW_ITEMS, NewItems
@@ -24,6 +26,7 @@ from serving.requests.models import Ask, RequestedEntity, RequestOptions
 
 _NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
 """Reasons that hold for the previous generation as well."""
+_NO_ITEMS = np.empty(0, np.int64)
 
 
 class Partial(NamedTuple):
@@ -36,6 +39,8 @@ class Partial(NamedTuple):
     passing: Passing
     told: Mapping[str, bool]
     """Fields that are true of the list."""
+    had: frozenset[int] = frozenset()
+    """Ordinals of what the user had, where the list is of another generation than the live one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,8 +164,11 @@ class Case:
         """True if it is not blocked, has an input and its table a producer; the model itself may still be down."""
         if self.reason == MissReason.ENTITY_BLOCKED:
             return False
-        if self.counted is not None and (self.position >= 0 or not self.is_settled):
-            return not self.is_settled
+        if self.counted is not None and not self.is_settled:
+            return True
+        is_computed_by_night = self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION
+        if self.counted is not None and is_computed_by_night:
+            return False
         if not self.entity.has_input and self.own_ordinal is None:
             return False
         return snapshot.predictor is None or snapshot.predictor.supports(self.table.name)
@@ -168,6 +176,31 @@ class Case:
     def decoded(self, snapshot: Snapshot, stored: bytes) -> Record:
         """A record of this generation; raises CorruptArtefact."""
         return decode(self.table.layout, stored, snapshot.numbered)
+
+    def had_by_night(self, live: Snapshot) -> NDArray[np.int64]:
+        """Ordinals in the live generation of the items that its night knows the user to have had.
+
+        None where the generation does not keep them (it has neither attributes of items nor events), and none of a
+        user who is blocked or was erased: the answer is then made without anything that is known of the user.
+        """
+        is_list_of_user = self.table.kind == "topk" and self.table.entity == "user"
+        if live.seen is None or not is_list_of_user or self.position < 0:
+            return _NO_ITEMS
+        if self.reason == MissReason.ENTITY_BLOCKED:
+            return _NO_ITEMS
+        return live.seen.of(self.position)
+
+    def is_answered_by_night(self, record: Record) -> bool:
+        """True if a record is the list that the night, or the night with newer events, has for this user.
+
+        Then it is the answer however few of its items are left. The list of an item, its own input, may go on.
+        """
+        if self.position < 0 or self.table.entity != "user":
+            return False
+        if not record.live:
+            return True
+        counted = None if self.is_settled else self.counted
+        return counted is not None and counted.input.sent is None
 
     def history_in(self, snapshot: Snapshot) -> History:
         """The sent history as this generation knows it, looked up once."""

@@ -7,6 +7,7 @@ import xxhash
 from cache.events.new_item_tower import ITEM_VECTORS
 from cache.events.new_items import NO_NEW, NewItemsOf
 from cache.tiers.results import MissReason
+from serving.answers.reasons import LiveReason
 from serving.fresh.newer_events import NO_LIMIT, CountedEvents, NewerEvents
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
@@ -54,14 +55,33 @@ async def count_newer(
             counted = counted._replace(digest=digest)
         if snapshot.new_items.newest > as_of:  # some may have been others then, or gone since
             counted = counted._replace(is_approximate=True)
-        is_computed = counted.is_whole and snapshot.events.computes(
-            case.table, counted.input.position
-        )
-        case.count(counted, is_settled=not is_computed)
-        if counted.is_past and is_computed:
-            case.reason = MissReason.NEWER_EVENTS  # never one that is stored
-        if snapshot.predictor is None:
-            case.live_reason = "no_model"
+        _count(snapshot, case, counted)
+
+
+def count_as(snapshot: Snapshot, case: Case, other: Case) -> None:
+    """Have a case count the very events that the case of another table counts: both are parts of one answer.
+
+    Events that were accepted in between would make a list of one history, and leave out the items of another.
+    """
+    events, counted = snapshot.events, other.counted
+    if events is None or counted is None:
+        return
+    if events.changes(case.table, counted.input.position, snapshot.seen):
+        _count(snapshot, case, counted)
+
+
+def _count(snapshot: Snapshot, case: Case, counted: CountedEvents) -> None:
+    events = snapshot.events
+    is_computed = (
+        events is not None
+        and counted.is_whole
+        and events.computes(case.table, counted.input.position)
+    )
+    case.count(counted, is_settled=not is_computed)
+    if counted.is_past and is_computed:
+        case.reason = MissReason.NEWER_EVENTS  # never one that is stored
+    if snapshot.predictor is None:
+        case.live_reason = LiveReason.NO_MODEL
 
 
 def _with_new(snapshot: Snapshot, counted: CountedEvents, as_of: int | None) -> CountedEvents:

@@ -13,6 +13,7 @@ from cache.l2.lease_commands import Mark
 from cache.tiers.results import STANDS_IN, MissReason
 from cache.tiers.singleflight import Boarded, SingleFlight
 from cache.tiers.tiered import Found, Tiered, Want
+from serving.answers.reasons import LiveReason
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
 from serving.lookup.event_counting import new_items_of
@@ -92,7 +93,7 @@ class Inferences:
     ) -> list[Computed | LiveUnavailable]:
         """Outcomes within `limit_s` seconds, one per case, in order."""
         if snapshot.predictor is None:
-            return [LiveUnavailable("no_model")] * len(cases)
+            return [LiveUnavailable(LiveReason.NO_MODEL)] * len(cases)
         give_up = time.monotonic() + limit_s
         boarded: list[Boarded[Key, Computed] | None] = []
         pace = YieldPacer()
@@ -112,7 +113,7 @@ class Inferences:
             for each in boarded:
                 if each is not None:
                     self.flights.leave(each)
-        return outcomes + [LiveUnavailable("timeout")] * (len(cases) - len(boarded))
+        return outcomes + [LiveUnavailable(LiveReason.TIMEOUT)] * (len(cases) - len(boarded))
 
     def _board(
         self, snapshot: Snapshot, case: Case, deadline: float
@@ -138,7 +139,7 @@ class Inferences:
             job = Job(
                 snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline, may_reuse=may_reuse,
                 newer=None if case.is_settled else case.counted and case.counted.input,
-                new=new_items_of(snapshot, case),
+                new=new_items_of(snapshot, case), had=case.had_by_night(snapshot),
             )  # fmt: skip
             self._jobs[key] = job
             # As it is now: a case that settles for less wants something else.
@@ -236,9 +237,9 @@ class Inferences:
 
 def _outcome(case: Case, place: Boarded[Key, Computed] | None) -> Computed | LiveUnavailable:
     if place is None:
-        return LiveUnavailable("overloaded")
+        return LiveUnavailable(LiveReason.OVERLOADED)
     if not place.waiter.done():
-        return LiveUnavailable("timeout")
+        return LiveUnavailable(LiveReason.TIMEOUT)
     # Looked at, not raised: an error whose traceback holds this frame, and so the flight that holds the error, would
     # keep its generation until a collection that never comes for what was frozen.
     error = place.waiter.exception()
@@ -248,4 +249,4 @@ def _outcome(case: Case, place: Boarded[Key, Computed] | None) -> Computed | Liv
         return error
     # The model is a guest: whatever it raises, the next rung answers.
     log.warning("live inference for %s failed", case.table.name, exc_info=error)
-    return LiveUnavailable("failed")
+    return LiveUnavailable(LiveReason.FAILED)

@@ -9,6 +9,7 @@ from cache.format.records.codec import Record, decode
 from cache.l2.commands import OVERLAY_COMMANDS
 from cache.l2.pool import deadline_for
 from cache.tiers.tiered import Found, MissReason, Outcome, View, Want
+from serving.answers.reasons import LiveReason
 from serving.answers.sources import Source
 from serving.fresh.newer_events import NewerEvents
 from serving.generations.served_set import Holding
@@ -105,7 +106,8 @@ class Ladder:
         whatever way was cheapest for many: then that is judged here, and not read again.
         """
         live = holding.live
-        self._metrics.asked([case.table.name for case in cases])
+        if not turn.is_part:
+            self._metrics.asked([case.table.name for case in cases])
         # Only ids of the night: a flood of random ones must not push out what is hot.
         self.recent.extend(
             (case.table.name, case.entity.raw)
@@ -162,9 +164,10 @@ class Ladder:
                 return
         elif turn.options.fresh:
             case.reason = MissReason.NOTHING_TO_COMPUTE_FROM
-        # Live knows more than fits into a record; an answer that is live itself would only come out the same.
-        deeper = case.entity.has_input and case.may_compute(snapshot) and not record.live
-        least = turn.options.k if deeper and turn.options.k is not None else 1
+        # Of an item, live knows more than fits into a record; of features that are sent it would make another list.
+        is_more = case.own_ordinal is not None and not case.entity.features and not record.live
+        is_deeper = is_more and case.entity.has_input and case.may_compute(snapshot)
+        least = turn.options.k if is_deeper and turn.options.k is not None else 1
         self.reply.answer(case, snapshot, record, Source(found.tier), turn, least=least)
 
     def _spoilt(self, case: Case, snapshot: Snapshot) -> None:
@@ -220,13 +223,13 @@ class Ladder:
         except Exception:  # as for a stored one
             log.warning("a live record of %s cannot be read", case.table.name, exc_info=True)
             self._tiers.discard(snapshot.view, case.want)
-            case.live_reason = MissReason.CORRUPT
+            case.live_reason = LiveReason.CORRUPT
         if (
             case.answer is None
             and case.live_reason is None
             and case.reason is not MissReason.FILTERED
         ):
-            case.reason, case.live_reason = missed, MissReason.EXHAUSTED
+            case.reason, case.live_reason = missed, LiveReason.EXHAUSTED
 
     async def _settle_for_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
         """Reads records where fresher ones could not be had: they beat another night's answer."""
@@ -237,7 +240,7 @@ class Ladder:
             for case in cases
             if case.settle()
             or case.reason == MissReason.FRESH
-            or (case.reason == MissReason.UNREAD and case.live_reason != "overloaded")
+            or (case.reason == MissReason.UNREAD and case.live_reason != LiveReason.OVERLOADED)
         ]
         for case in unread:
             case.reason, case.want = None, case.want._replace(here_only=False)
@@ -274,7 +277,8 @@ class Ladder:
             missed = case.reason
             try:
                 record = decode(want.table.layout, outcome.record, previous.items.count)
-                self.reply.answer(case, previous, record, Source.PREVIOUS, turn)
+                had = _had_in(previous, case, holding.live)
+                self.reply.answer(case, previous, record, Source.PREVIOUS, turn, had=had)
             except Exception:  # as for a record of this night, whose reason stays
                 log.warning("an older record of %s cannot be read", want.table.name, exc_info=True)
                 self._tiers.discard(previous.view, want)
@@ -288,6 +292,15 @@ class Ladder:
         for case in cases:
             await pace.step(case.entity)
             self.reply.default(case, holding.live, turn)
+
+
+def _had_in(previous: Snapshot, case: Case, live: Snapshot) -> frozenset[int]:
+    """Ordinals in the previous generation of what the live one's night knows the user to have had."""
+    had = case.had_by_night(live)
+    if not len(had):
+        return frozenset()
+    raws = [live.items.raw_id(ordinal) for ordinal in had.tolist()]
+    return frozenset(previous.items.ordinals_of(raws).tolist())
 
 
 def _is_worth(case: Case, snapshot: Snapshot) -> bool:

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from serving.answers.reasons import LiveReason
 from serving.answers.sources import Source
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Turn, left_out
 from serving.lookup.entity import Case, cases_of
+from serving.lookup.event_counting import count_as
 from serving.lookup.ladder import Ladder
 from serving.lookup.yield_pacer import YieldPacer
 from serving.ranking.filters import Filters, Search
@@ -66,6 +68,8 @@ class FilteredLookup:
             for (case, each), best in zip(known, found or (), strict=False):
                 await pace.step(case.entity)
                 case.reason = each.reason
+                # Its vector counts the events, or is one that no event changes, and its items are left out.
+                case.is_settled = bool(each.told)
                 self._ladder.reply.searched(
                     case, snapshot, best, each.source, each.producer, turn, each.told
                 )
@@ -76,7 +80,7 @@ class FilteredLookup:
     def _is_admitted(self, case: Case) -> bool:
         if self._filters.admit():
             return True
-        case.live_reason = "overloaded"
+        case.live_reason = LiveReason.OVERLOADED
         return False
 
     async def _vectors_of(
@@ -97,14 +101,21 @@ class FilteredLookup:
             table = vector_table(snapshot).name
             entities = tuple(cases[place].entity.of_table(table) for place in users)
             options = replace(turn.options, k=None, filter=None, rerank=None, exclude=())
-            answers = await self._ladder.lookup(holding, Ask(entities, options), turn.started)
-            for place, answer in zip(users, answers, strict=True):
+            of_vectors = await cases_of(snapshot, Ask(entities, options))
+            for place, of_vector in zip(users, of_vectors, strict=True):
+                of_vector.is_exact = True
+                count_as(snapshot, of_vector, cases[place])
+            part = Turn.of(options, turn.started, is_part=True)
+            answers = await self._ladder.resolve(holding, of_vectors, part)
+            for place, of_vector, answer in zip(users, of_vectors, answers, strict=True):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
                     told = {"approximate": True} if answer.get("approximate") else {}
                     found[place] = VectorOf(
                         answer["vector"], answer["source"], answer["producer"],
                         answer.get("reason"), told,
                     )  # fmt: skip
+                elif cases[place].live_reason is None:
+                    cases[place].live_reason = of_vector.live_reason
         return found
 
 

@@ -3,11 +3,14 @@
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cache.config.events import EventsConfig
+from cache.events.event import Event
+from cache.events.position import Position
 from precompute.config.settings import TableConfig
 from serving.client import AsyncClient
 from serving.client.arrow import read_arrow_answers
@@ -255,3 +258,49 @@ async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again
     assert np.allclose(then["model"]["scores"], first["scores"])
     refused = await told.app.http.get(f"/v1/explain/user_topk/{user}", params={"as_of": "noon"})
     assert refused.status_code == 422 and refused.json()["error"]["field"] == "as_of"
+
+
+async def test_a_search_under_a_filter_counts_once_for_the_table_that_was_asked(told: Told) -> None:
+    known, clicked = told.world.known[40:42]
+    await told.clicks(clicked, told.world.items[5])
+    entities = [known, clicked, {"id": "new", "history": told.world.items[:2]}, "nobody"]
+    body = {"entities": entities, "k": 50, "filter": {"==": ["category", "bags"]}}
+
+    answers = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+
+    names = ("entities", "answers", "misses", "event_answers", "l1_misses")
+    counted = {name: await told.app.counted(f"larder_{name}_total") for name in names}
+    assert {labels[-1] for found in counted.values() for labels in found} == {"user_topk"}
+    assert counted["entities"]["user_topk",] == 4 and counted["event_answers"]["user_topk",] == 1
+    for source in ("l2", "live", "default"):
+        of_source = sum(each["source"] == source for each in answers)
+        assert counted["answers"].get((source, "user_topk"), 0) == of_source > 0
+    reasons = [each["reason"] for each in answers if each["source"] in ("live", "default")]
+    for reason in reasons:
+        assert counted["misses"][reason, "user_topk"] == reasons.count(reason)
+
+
+async def test_an_event_between_the_list_and_its_vector_is_counted_by_neither(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, filter_ = told.world.known[43], {"==": ["category", "bags"]}
+    body = {"entities": [user], "k": 50, "filter": filter_}
+    await told.clicks(user, told.world.items[5])
+    (before,) = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+    resolve = told.app.service.ladder.resolve
+    late = Event("late", 1_790_000_000_000_000, user.encode(), before["items"][0].encode())
+
+    async def resolved(*args: Any) -> list[dict[str, Any]]:
+        answers = await resolve(*args)
+        position = Position(told.world.accepted[-1][0].ms + 1, 0)
+        told.app.service.ladder.newer.users.add(position, late)
+        return answers
+
+    monkeypatch.setattr(told.app.service.ladder, "resolve", resolved)
+    (during,) = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+    (after,) = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+
+    assert (during["events"], during["items"], during["scores"]) == (
+        1, before["items"], before["scores"],
+    )  # fmt: skip
+    assert after["events"] == 2 and before["items"][0] not in after["items"]

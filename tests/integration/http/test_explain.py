@@ -154,7 +154,10 @@ async def test_an_unknown_id_is_said_to_be_unknown(night: NightConfig) -> None:
         sent = {"entities": [{"id": "nobody", "history": ["i-00001", "i-00002"]}]}
         live = await service.post("/v1/explain/user_topk", sent)
         after = await service.get(LOOKUP + "nobody")
+        again = await service.get(EXPLAIN + "nobody")  # remembered as unknown by now
 
+    assert again["answer"] == told["answer"] and again["l1"]["reason"] == "negative"
+    assert again["answer"]["reason"] == after["reason"]
     assert not told["directory"]["known"] and told["page"] is None and told["record"] is None
     assert told["answer"] == {"tier": "default", "reason": "not_in_generation", "live": None}
     assert told["default"]["items"] == after["items"]

@@ -1,7 +1,10 @@
 """Users who brought a vector along are told apart: the lists of all others are computed from newer events."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -10,8 +13,8 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_id
 from precompute.config.settings import NightConfig
 from tests.integration.changed.month import Month, scored
-from tests.integration.changed.worlds import WORLDS
-from tests.integration.serving_app import eventually, serving
+from tests.integration.changed.worlds import WORLDS, add_columns
+from tests.integration.serving_app import Running, eventually, serving
 from tests.integration.taking.clicking import click, some, taken, with_events
 from tests.opened import open_generation
 
@@ -92,3 +95,104 @@ async def test_lists_of_those_without_are_those_of_the_next_night(month: Month) 
     for mine, stored, event in zip(day[len(ours) :], before, events[len(ours) :], strict=True):
         assert mine["approximate"] is True and mine["producer"] == "batch"
         assert mine["items"] == [each for each in stored["items"] if each != event["item"]]
+
+
+IN_STOCK: dict[str, Any] = {"==": ["stock", True]}
+RERANK: dict[str, Any] = {"boost": [{"filter": IN_STOCK, "factor": 2.0}]}
+
+
+@pytest.fixture
+def filtered(month: Month) -> Month:
+    """The same month, whose items can be filtered by whether they are in stock."""
+    count = len(month.ids("item"))
+    add_columns(month.config, "items.parquet", stock=[number % 2 == 0 for number in range(count)])
+    sources = replace(month.config.sources, item_attributes=("stock",))
+    month.configure(sources=sources)
+    return month
+
+
+async def asked(app: Running, users: list[Any], **options: Any) -> list[dict[str, Any]]:
+    """Answers of user_topk, as many items as a list has."""
+    body = {"entities": users, "k": 10, **options}
+    found: list[dict[str, Any]] = (await app.post("/v1/lookup/user_topk", body))["answers"]
+    return found
+
+
+async def send_clicks(app: Running, clicks: dict[str, str]) -> None:
+    """Send an event of each user and wait until answers count them."""
+    events = [{"id": f"e-{user}", "user": user, "item": item} for user, item in clicks.items()]
+    sent = await app.http.post("/v1/events", json={"events": events})
+    assert sent.json()["accepted"] == len(events), sent.text
+
+    async def all_count() -> bool:
+        told = await asked(app, [*clicks])
+        return all(each.get("events") == 1 for each in told)
+
+    assert await eventually(all_count)
+
+
+def assert_same(day: dict[str, Any], night: dict[str, Any]) -> None:
+    """The night publishes what the day answered: items and scores."""
+    assert day["items"] == night["items"]
+    assert np.allclose(day["scores"], night["scores"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("rerank", [None, RERANK], ids=["plain", "reranked"])
+async def test_searches_under_a_filter_count_the_events_that_the_answer_tells_of(
+    filtered: Month, rerank: Any
+) -> None:
+    month = filtered
+    generation = month.publish()
+    users = month.ids("user")
+    brought = with_vector(month.config)
+    known = told_apart(month.config, generation, users)
+    ours = [user for user in known if user not in brought][:5]
+    theirs = [user for user in known if user in brought][:5]
+    options = {"filter": IN_STOCK} | ({} if rerank is None else {"rerank": rerank})
+    async with serving(
+        month.config, events=month.config.events, events_url=month.config.events_url
+    ) as app:
+        before = await asked(app, [*ours, *theirs], **options)
+        clicks = {answer["id"]: answer["items"][0] for answer in before}
+        await send_clicks(app, clicks)
+        day = await asked(app, [*ours, *theirs], **options)
+        scored = [
+            await app.post("/v1/score", {"user": user, "items": answer["items"]})
+            for user, answer in zip(ours, day, strict=False)
+        ]
+    month.night = 1
+    taken(month.config)
+    month.publish()
+    async with serving(month.config) as app:
+        night = await asked(app, [*ours, *theirs], **options)
+
+    for user, mine, next_, old in zip([*ours, *theirs], day, night, before, strict=True):
+        assert mine["events"] == 1, user
+        assert_same(mine, next_)
+        if user in ours:
+            assert mine["producer"] == "live" and "approximate" not in mine
+            assert mine["scores"][0] != old["scores"][1]
+    for user, answer, candidates in zip(ours, day, scored, strict=False):
+        assert candidates["events"] == 1, user
+        assert np.allclose(sorted(candidates["scores"]), sorted(answer["scores"]), rtol=1e-3)
+
+
+async def test_a_strangers_search_under_a_filter_counts_what_was_sent_and_then_the_events(
+    filtered: Month,
+) -> None:
+    month = filtered
+    month.publish()
+    items = month.ids("item")
+    sent = {"id": "a-stranger", "history": items[10:13]}
+    async with serving(
+        month.config, events=month.config.events, events_url=month.config.events_url
+    ) as app:
+        before = (await asked(app, [sent], filter=IN_STOCK))[0]
+        await send_clicks(app, {"a-stranger": items[20]})
+        (counted,) = await asked(app, [sent], filter=IN_STOCK)
+        same = {"id": None, "history": [*items[10:13], items[20]]}
+        (plain,) = await asked(app, [same], filter=IN_STOCK)
+
+    assert counted["events"] == 1 and items[20] not in counted["items"]
+    assert np.allclose(counted["scores"], plain["scores"], rtol=0.05)
+    assert not np.allclose(counted["scores"], before["scores"], rtol=0.05)

@@ -1,10 +1,12 @@
 """The ladder: which source answers, what is left out, what is kept, and that the counts add up."""
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
@@ -495,47 +497,115 @@ async def test_unknown_history_is_reported_wherever_the_input_was_used(world: Wo
     assert unused["source"] == "l2" and "dropped_history" not in unused
 
 
-async def test_a_list_used_up_by_exclusions_is_computed_anew_or_given_as_far_as_it_goes(
+@pytest.mark.parametrize("sent", ["history", "history and features", "features"])
+async def test_a_known_user_is_answered_from_the_night_whatever_is_sent_and_however_little_is_left(
+    world: World, sent: str
+) -> None:
+    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    stored = world.ids(night_list("u3"))
+    history = ids(*stored[:3]) if "history" in sent else None
+    features = {"age": 3} if "features" in sent else None
+    user = entity("u3", history=history, features=features)
+    left = stored[3:] if history else stored
+
+    whole = (await look(world, holding, user, k=WIDTH))[0]
+    fewer = (await look(world, holding, user, k=2))[0]
+    nothing = (await look(world, holding, user, k=2, exclude=ids(*stored)))[0]
+
+    assert whole["items"] == left and whole["short"] == (len(left) < WIDTH)
+    assert fewer["items"] == left[:2] and not fewer["short"]
+    assert (nothing["items"], nothing["short"]) == ([], True)
+    assert [each["source"] for each in (whole, fewer, nothing)] == ["l2", "l1", "l1"]
+    assert not any("reason" in each or "live" in each for each in (whole, fewer, nothing))
+    assert not world.jobs
+
+
+async def test_a_list_of_similar_items_used_up_by_a_history_goes_on_from_the_item_itself(
     world: World,
 ) -> None:
     holding = Holding(world.snapshot())
-    seen = ids(*world.ids(night_list("u3")[:3]))
+    stored = (await look(world, holding, entity("i3", "item_similar")))[0]["items"]
+    seen = ids(*stored[:3])
 
-    deeper = (await look(world, holding, entity("u3", history=seen), k=4))[0]
-    enough = (await look(world, holding, entity("u3", history=seen), k=2))[0]
-    no_input = (await look(world, holding, entity("u3"), k=4, exclude=seen))[0]
+    deeper = (await look(world, holding, entity("i3", "item_similar", history=seen), k=4))[0]
+    of_features = entity("i3", "item_similar", history=seen, features={"age": 3})
+    other = (await look(world, holding, of_features, k=4))[0]
     world.busy = True
-    busy = (await look(world, holding, entity("u3", history=seen), k=4))[0]
+    busy = (await look(world, holding, entity("i3", "item_similar", history=seen[:2]), k=4))[0]
 
     assert (deeper["source"], deeper["reason"]) == ("live", "exhausted")
-    assert len(deeper["items"]) == 4 and not {each.decode() for each in seen} & set(deeper["items"])
-    assert enough["source"] == "l1" and not enough["short"] and "reason" not in enough
-    assert (no_input["source"], len(no_input["items"]), no_input["short"]) == ("l1", 2, True)
+    assert len(deeper["items"]) == 4 and not {*stored[:3], "i3"} & {*deeper["items"]}
+    assert (other["items"], other["source"], other["short"]) == (stored[3:], "l1", True)
     assert (busy["source"], busy["reason"], busy["live"]) == ("l1", "exhausted", "busy")
-    assert len(busy["items"]) == 2 and busy["short"]
+    assert busy["items"] == stored[2:] and busy["short"]
 
 
-async def test_a_list_of_which_nothing_is_left_gives_way_to_what_else_is_popular(
+async def test_a_strangers_list_of_which_nothing_is_left_gives_way_to_what_else_is_popular(
     world: World,
 ) -> None:
     holding = Holding(world.snapshot(), world.snapshot(OLDER))
-    gone = ids(*world.ids(night_list("u3")))
-
     new = entity("new", history=ids("i1"))
 
-    used_up = (await look(world, holding, entity("u3"), exclude=gone))[0]
     live = (await look(world, holding, new))[0]
-    answers = [used_up, live, (await look(world, holding, new, exclude=ids(*live["items"])))[0]]
+    answers = [live, (await look(world, holding, new, exclude=ids(*live["items"])))[0]]
 
-    assert [each["source"] for each in answers] == ["default", "live", "default"]
-    assert answers[0]["reason"] == answers[2]["reason"] == "exhausted"
-    assert len(answers[0]["items"]) == WIDTH
-    assert not {each.decode() for each in gone} & set(answers[0]["items"])
+    assert [each["source"] for each in answers] == ["live", "default"]
+    assert answers[1]["reason"] == "exhausted"
+    assert len(answers[1]["items"]) == WIDTH
+    assert not {*live["items"]} & {*answers[1]["items"]}
     # The stored answer to this very input would only come out the same.
     assert len(world.jobs) == 1
     answered = counts(world, "answers")
-    assert sum(answered.values()) == 3
-    assert sum(counts(world, "misses").values()) == 3
+    assert sum(answered.values()) == 2
+    assert sum(counts(world, "misses").values()) == 2
+
+
+class Had:
+    """Items that every user of the world had by the night."""
+
+    def __init__(self, *ordinals: int) -> None:
+        self.ordinals = np.array(ordinals, np.int64)
+
+    def of(self, position: int) -> NDArray[np.int64]:
+        """The same of each."""
+        assert position >= 0
+        return self.ordinals
+
+
+async def test_what_a_known_user_had_by_the_night_comes_back_from_no_rung(world: World) -> None:
+    had = night_list("u3")[:2]
+    gone = {*world.ids(had)}
+    live = world.snapshot(seen=Had(*had))
+    holding, both = Holding(live), Holding(live, world.snapshot(OLDER))
+    key = (GENERATION, "user_topk", 0)
+    page = world.remote.pages.pop(key)
+    history = ids("i2")
+
+    out_of_reach = (await look(world, holding, entity("u3", history=history)))[0]
+    blocked = dataclasses.replace(live, blocklist=Blocklist(users=frozenset([b"u3"])))
+    unknown = (await look(world, Holding(blocked), entity("u3"), k=WIDTH))[0]
+    previous = (await look(world, both, entity("u4")))[0]
+    world.remote.pages[key] = page
+    fresh = (await look(world, holding, entity("u3", history=history), fresh=True))[0]
+
+    assert (out_of_reach["source"], out_of_reach["reason"]) == ("live", "page_missing")
+    assert (previous["source"], fresh["source"]) == ("previous", "live")
+    for answer in (out_of_reach, previous, fresh):
+        assert not gone & {*answer["items"]}, answer["source"]
+    for answer in (out_of_reach, fresh):  # as many as a list has
+        assert len(answer["items"]) == WIDTH
+    assert unknown["items"] == world.ids(
+        range(WIDTH)
+    )  # what was known of the blocked decides nothing
+
+
+async def test_a_default_leaves_out_what_a_known_user_had(world: World) -> None:
+    live = world.snapshot(seen=Had(0, 2))
+    world.remote.pages.pop((GENERATION, "user_topk", 0))
+
+    answer = (await look(world, Holding(live), entity("u3"), k=3))[0]
+
+    assert answer["source"] == "default" and answer["items"] == world.ids([1, 3, 4])
 
 
 async def test_a_large_request_lets_others_have_the_event_loop(world: World) -> None:
