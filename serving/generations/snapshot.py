@@ -222,6 +222,16 @@ class Snapshot:
         directory = self.directories[table.entity]
         return directory.find(hash_id(raw, directory.seed)) >= 0
 
+    def had_by_night(self, table: Table, position: int) -> NDArray[np.int64]:
+        """Ordinals int64 of what the user at a position of the directory (-1: nowhere) had, which lists leave out.
+
+        None where the generation does not keep them (it has neither attributes of items nor events).
+        """
+        is_list_of_user = table.kind == "topk" and table.entity == "user"
+        if self.seen is None or not is_list_of_user or position < 0:
+            return np.empty(0, np.int64)
+        return self.seen.of(position)
+
     def blocks(self, table: Table, raw: bytes | None) -> bool:
         """True if the entity itself must not be served (also when it is blocked as an item or a user)."""
         if raw is None:

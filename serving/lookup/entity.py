@@ -183,12 +183,9 @@ class Case:
         None where the generation does not keep them (it has neither attributes of items nor events), and none of a
         user who is blocked or was erased: the answer is then made without anything that is known of the user.
         """
-        is_list_of_user = self.table.kind == "topk" and self.table.entity == "user"
-        if live.seen is None or not is_list_of_user or self.position < 0:
-            return _NO_ITEMS
         if self.reason == MissReason.ENTITY_BLOCKED:
             return _NO_ITEMS
-        return live.seen.of(self.position)
+        return live.had_by_night(self.table, self.position)
 
     def is_answered_by_night(self, record: Record) -> bool:
         """True if a record is the list that the night, or the night with newer events, has for this user.

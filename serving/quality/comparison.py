@@ -9,12 +9,13 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.format.gate_rules import SKEW_DEPTH
-from cache.format.ids import fingerprint
+from cache.format.ids import fingerprint, hash_id
 from cache.format.manifest import Table
 from cache.format.records.codec import decode
 from cache.model.agreement import cosine, overlap, relative_errors
 from cache.model.input_preparation import LiveInput
 from cache.model.tower_spec import TowerSpec
+from serving.answers.reasons import LiveReason
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_inference import compute
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
@@ -77,9 +78,12 @@ def compare(pick: Pick, snapshot: Snapshot, inputs: Inputs | None) -> AnswerSamp
     if snapshot.predictor is None or not snapshot.predictor.supports(pick.table):
         raise Skipped("no_model")
     source = _source(pick, snapshot, table, inputs)
-    job = Job(snapshot, pick.table, source, fingerprint(pick.raw), 0)
+    directory = snapshot.directories[table.entity]
+    position = directory.find(hash_id(pick.raw, directory.seed))
+    had = snapshot.had_by_night(table, position)
+    job = Job(snapshot, pick.table, source, fingerprint(pick.raw), 0, had=had)
     (outcome,) = compute([job])
-    if isinstance(outcome, LiveUnavailable) and outcome.reason == "no_usable_input":
+    if isinstance(outcome, LiveUnavailable) and outcome.reason == LiveReason.NO_USABLE_INPUT:
         raise Skipped("no_input")
     if not isinstance(outcome, Computed):
         raise Skipped("failed")

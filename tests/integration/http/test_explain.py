@@ -166,6 +166,22 @@ async def test_an_unknown_id_is_said_to_be_unknown(night: NightConfig) -> None:
     assert after["source"] == "default"  # what was computed for the explanation was kept nowhere
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+async def test_what_is_demanded_and_excluded_counts_for_an_explanation_as_for_a_lookup(
+    night: NightConfig, fresh: bool
+) -> None:
+    user = min(histories(night))
+    async with serving(night) as service:
+        stored = (await service.get(LOOKUP + user))["items"]
+        entity = {"id": user, "history": ["i-00001", "i-00002"]}
+        body = {"entities": [entity], "exclude": stored, "fresh": fresh}
+        answer = (await service.post("/v1/lookup/user_topk", body))["answers"][0]
+        told = await service.post("/v1/explain/user_topk", body)
+
+    assert told["answer"]["tier"] == answer["source"] == ("live" if fresh else "l1")
+    assert told["answer"]["reason"] == answer.get("reason")
+
+
 async def test_a_stored_live_answer_is_shown_with_what_is_left_of_its_life(
     night: NightConfig,
 ) -> None:

@@ -1,0 +1,35 @@
+"""Comparison of sampled answers with what the model says of their inputs."""
+
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serving.generations.served_set import Holding
+from serving.quality.comparison import compare
+from serving.usage.answer_sampling import Picks
+from tests.unit.serving.world import World, ask, entity, ids
+
+
+class Had:
+    """Items that every user of the world had by the night."""
+
+    def of(self, position: int) -> NDArray[np.int64]:
+        """The same of each."""
+        assert position >= 0
+        return np.array([4, 5], np.int64)
+
+
+async def test_a_live_answer_without_what_its_user_had_by_the_night_is_as_the_model_says() -> None:
+    world = World()
+    live = world.snapshot(seen=Had())
+    picks = world.ladder.watch.picks = Picks(1_000)
+    sent = entity("u3", history=ids("i3"))
+
+    (answer,) = await world.ladder.lookup(Holding(live), ask(sent, fresh=True), monotonic())
+    pick = picks.next()
+
+    assert answer["source"] == "live" and not {*world.ids([4, 5])} & {*answer["items"]}
+    assert pick is not None
+    sample = compare(pick, live, None)
+    assert sample.overlap == 1.0 and sample.is_exact
