@@ -7,37 +7,35 @@ from cache.errors import Refused, SourceError, StoreError
 from cache.store.artefacts import take_file
 from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle
-from precompute.config.settings import NightConfig
-from precompute.sources.files import SourceFile, all_files, pin
+from precompute.sources.files import SourceFile, pin
 
 
 @contextmanager
-def unchanged_sources(
-    build: Build, digest: str, events: Sequence[SourceFile] = ()
-) -> Iterator[None]:
-    """Raises StoreError if the sources became others meanwhile, whatever their reader made of it."""
-    with changed_or_broken(build.config, digest, events):
+def unchanged_sources(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
+    """Raises StoreError if one of the files became another meanwhile, whatever their reader made of it.
+
+    Files that arrive meanwhile are none of them: they are for the next night.
+    """
+    with changed_or_broken(digest, files):
         yield
-    if not _are_same(build.config, digest, events):
+    if not _are_same(digest, files):
         raise _changed()
 
 
 @contextmanager
-def changed_or_broken(
-    config: NightConfig, digest: str, events: Sequence[SourceFile] = ()
-) -> Iterator[None]:
-    """Raises StoreError in place of an error of sources that became others meanwhile: what is written over passes."""
+def changed_or_broken(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
+    """Raises StoreError in place of an error of files that became others meanwhile: what is written over passes."""
     try:
         yield
-    except (SourceError, Refused) as error:  # what is being written over reads like damage
-        if _are_same(config, digest, events):
+    except (SourceError, Refused, StoreError) as error:  # what is written over reads like damage
+        if _are_same(digest, files):
             raise
         raise _changed() from error
 
 
-def _are_same(config: NightConfig, digest: str, events: Sequence[SourceFile]) -> bool:
+def _are_same(digest: str, files: Sequence[SourceFile]) -> bool:
     try:
-        return pin(all_files(config, events))[0] == digest
+        return pin(files)[0] == digest
     except (SourceError, OSError):
         return False
 

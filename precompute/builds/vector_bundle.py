@@ -29,7 +29,7 @@ from precompute.sources.columns import Ids, as_rows
 from precompute.sources.distinct import Distinct
 from precompute.sources.event_values import brought_vectors, counted_behind
 from precompute.sources.features import read_values
-from precompute.sources.files import SourceFile, pin, source_file
+from precompute.sources.files import InputFiles, SourceFile, pin, source_file
 from precompute.sources.readers import read_features, read_interactions
 from precompute.sources.unusable import Unusable
 from precompute.sources.vocabulary import repeats_in
@@ -43,14 +43,14 @@ SEED = 0x5DEECE66D
 def vector_bundle(
     config: NightConfig,
     inputs: str,
+    files: InputFiles,
     *,
     before: datetime | None,
     cut: datetime,
-    events: Sequence[SourceFile] = (),
 ) -> Iterator[Bundle]:
     """The bundle of `sources.item_vectors`, made once of inputs with this digest, whoever asks again.
 
-    Interactions of `before` or later choose nothing. Items that `events` brought with a vector are in it, if these
+    Interactions of `before` or later choose nothing. Items that events brought with a vector are in it, if these
     count in a night with this `cut`; what is erased is not. Raises SourceError for a table that makes none.
     """
     sources, store = config.sources, config.store()
@@ -59,10 +59,12 @@ def vector_bundle(
     until = before.isoformat() if before and sources.interactions else ""
     whole.update(f"|{erased.digest(inputs)}|{until}".encode())
     behind = counted_behind(config.events.keep_values_days, int(cut.timestamp()))
-    vectors = brought_vectors(events, behind)
+    vectors = brought_vectors(files.events, behind)
     if brought := {raw: each for raw, each in vectors.items() if raw not in erased.items}:
         whole.update(orjson.dumps([(raw.decode(), each) for raw, each in brought.items()]))
-    make = partial(make_bundle, config, before=before, erased=erased, brought=brought)
+    make = partial(
+        make_bundle, config, before=before, erased=erased, brought=brought, files=files.interactions
+    )
     with bundle_made_of(store, whole.hexdigest(), make) as bundle:
         yield bundle
 
@@ -74,17 +76,23 @@ def make_bundle(
     before: datetime | None,
     erased: Erased = NOBODY,
     brought: Mapping[bytes, Sequence[float]] = MappingProxyType({}),
+    files: Sequence[SourceFile] | None = None,
 ) -> Bundle:
     """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
 
     Items that are not in the table have the vectors that events `brought`, where these have as many numbers, none of
     them far beyond the table's.
+    Interactions are those that the sources name, unless their `files` are listed here.
     The bundle names the table that its items are of; without interactions, other vectors of users make no other bundle.
     """
     sources = config.sources
-    items, limit = _with_brought(_items(config, erased), brought), _limit(config, before)
+    items, limit = _with_brought(_items(config, erased), brought), _limit(config, before, files)
     users = _users(config, items, limit, erased) if sources.user_vectors else None
-    clicks = _clicks(config, items, users, limit, before, erased) if sources.interactions else None
+    clicks = (
+        _clicks(config, items, users, limit, before, erased, files)
+        if sources.interactions
+        else None
+    )
     made = model_of(items, users, clicks, metric=sources.vector_metric)
     _, (table,) = pin([source_file(str(sources.item_vectors), config.path("."))])
     return bundle_of(made, folder, item_vectors=table)
@@ -137,14 +145,18 @@ def _with_brought(items: Vectors, brought: Mapping[bytes, Sequence[float]]) -> V
     return Vectors(ids, np.concatenate([items.rows, np.array(list(new.values()), np.float32)]))
 
 
-def _limit(config: NightConfig, before: datetime | None) -> np.uint64:
+def _limit(
+    config: NightConfig, before: datetime | None, files: Sequence[SourceFile] | None
+) -> np.uint64:
     """The highest of the USERS_MAX lowest hashes of users: of those with vectors, else of those who did something."""
     found = Distinct(USERS_MAX)
     if config.sources.user_vectors:
         for ids, _ in _user_vectors(config):
             found.add(ids.hashes(SEED))
     else:
-        for batch in read_interactions(config.sources, Path(config.base), before=before):
+        for batch in read_interactions(
+            config.sources, Path(config.base), before=before, files=files
+        ):
             found.add(batch.users.hashes(SEED))
     return np.uint64(found.smallest[-1] if len(found.smallest) else 0)
 
@@ -186,10 +198,11 @@ def _clicks(
     limit: np.uint64,
     before: datetime | None,
     erased: Erased,
+    files: Sequence[SourceFile] | None,
 ) -> ClickMatrix | None:
     """Clicks of some users before the cut; None where they did nothing yet."""
     sources = config.sources
-    read = read_interactions(sources, Path(config.base), before=before)
+    read = read_interactions(sources, Path(config.base), before=before, files=files)
     batches = [batch.only(_below(batch.users, limit)) for batch in map(erased.leave_out, read)]
     if not sum(len(batch.times) for batch in batches):
         return None

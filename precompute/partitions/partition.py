@@ -107,13 +107,15 @@ def partition(
     hasher: Hasher = hash_ids,
     erased: Erased = NOBODY,
     earlier: Earlier | None = None,
+    files: Sequence[SourceFile] | None = None,
     events: Sequence[SourceFile] = (),
     values: EntityValues = NO_VALUES,
     set_by_events: Collection[bytes] = (),
 ) -> Partitioned:
     """Write each shard's Arrow files (`kinds_in`) into `folder`, trying seeds until no id collides.
 
-    The rows of an `earlier` partition are taken over, source files that are not in it are read, and the users of whom
+    The `files` are those that the sources name, unless they are listed here. The rows of an `earlier` partition are
+    taken over, source files that are not in it are read, and the users of whom
     more, or less, is known than then are written down (TOUCHED). No cut leaves out what files of `events` have.
     Features have the `values` that events set for users. Users' vectors, if the night is given any, must have `dims`
     numbers. What is erased is in none of the files, nor in what `late` is told; `restart` is called before the sources
@@ -129,7 +131,7 @@ def partition(
         unusable = Unusable(erased.users | erased.items)
         counted = _write(
             config, items, folder, before, seed, progress, late, hasher, erased, unusable, earlier,
-            events,
+            files, events,
         )  # fmt: skip
         if earlier is None:
             named = partial(hashes_of, seed=seed, hasher=hasher)
@@ -213,6 +215,7 @@ def _write(
     erased: Erased,
     unusable: Unusable,
     earlier: Earlier | None,
+    files: Sequence[SourceFile] | None,
     events: Sequence[SourceFile],
 ) -> InteractionCounts:
     popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
@@ -244,6 +247,7 @@ def _write(
             late=told,
             unusable=unusable,
             skip=0 if earlier is None else earlier.files,
+            files=files,
         )
         more = events[0 if earlier is None else earlier.event_files :]
         both = chain(read, read_events(more, unusable))

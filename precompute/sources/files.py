@@ -1,6 +1,5 @@
 """The files that the sources name: on this host, or behind any fsspec URL."""
 
-import glob
 import hashlib
 import os
 import zlib
@@ -8,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import fsspec
 import pyarrow as pa
@@ -18,6 +18,7 @@ from cache.errors import LarderError, SourceError, StoreError
 from cache.format.manifest import EntityKind
 from cache.store.object_store import without_secrets
 from precompute.config.settings import NightConfig
+from precompute.sources.folders import Entry, LocalStorage, Selection, demand_plain_folder, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,34 +86,57 @@ def feature_file(config: NightConfig, entity: EntityKind, column: str) -> Source
 
 
 def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
-    """The files that the patterns name, sorted within each; raises SourceError for a pattern without a file.
+    """The files that the patterns name, sorted within each, and a file that is named twice once.
 
-    In folders and behind wildcards, names that start with `_` or `.` are other programs' notes, not data.
+    `folders.select` says which files of a folder are data, and which tables are refused. Raises SourceError for a
+    pattern without a file.
     """
-    found: list[SourceFile] = []
+    found: dict[str, SourceFile] = {}
+    plain_folders: set[str] = set()
     for pattern in patterns:
-        full = pattern if "://" in pattern else str(base / pattern)
-        paths = _remote(full) if "://" in pattern else _local(base / pattern)
-        if not paths:
-            shown = without_secrets(full)
-            raise SourceError(f"no source file matches {shown}", pattern=shown)
-        found += paths
-    return found
+        is_remote = "://" in pattern
+        named = (
+            _remote(pattern, plain_folders) if is_remote else _local(pattern, base, plain_folders)
+        )
+        for identity, file in named:
+            found.setdefault(identity, file)
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class InputFiles:
+    """Input files of a night as its beginning listed them: what arrives later is for the next night."""
+
+    interactions: tuple[SourceFile, ...] = ()
+    events: tuple[SourceFile, ...] = ()
+    tables: tuple[SourceFile, ...] = ()
+
+    @classmethod
+    def of(cls, config: NightConfig, events: Sequence[SourceFile] = ()) -> Self:
+        """Lists what the sources name: all inputs of a night but its bundle."""
+        sources, base = config.sources, config.path(".")
+        names = (
+            sources.user_features,
+            sources.item_features,
+            sources.user_vectors,
+            sources.item_vectors,
+        )
+        tables = (source_files([name], base) for name in names if name)
+        return cls(
+            tuple(source_files(sources.interactions, base)),
+            tuple(events),
+            tuple(chain.from_iterable(tables)),
+        )
+
+    @property
+    def all(self) -> list[SourceFile]:
+        """Interactions, events behind them, then tables."""
+        return [*self.interactions, *self.events, *self.tables]
 
 
 def all_files(config: NightConfig, events: Sequence[SourceFile] = ()) -> list[SourceFile]:
     """All inputs of a night but its bundle: interactions, those of `events` behind them, then tables."""
-    sources = config.sources
-    tables = (
-        sources.user_features,
-        sources.item_features,
-        sources.user_vectors,
-        sources.item_vectors,
-    )
-    base = config.path(".")
-    return [
-        *source_files(sources.interactions, base), *events, *source_files([*filter(None, tables)], base)
-    ]  # fmt: skip
+    return InputFiles.of(config, events).all
 
 
 def pin(files: Sequence[SourceFile]) -> tuple[str, list[dict[str, object]]]:
@@ -143,32 +167,76 @@ def changed_at(file: SourceFile) -> float:
         return written.timestamp()
 
 
-def _local(full: Path) -> list[SourceFile]:
+def _local(pattern: str, base: Path, plain_folders: set[str]) -> Iterator[tuple[str, SourceFile]]:
+    """Files of this host that a pattern names, each behind what tells it from others, whatever it is called by."""
+    storage, full = LocalStorage(), base / pattern
     if full.is_file():
-        return [full]
-    names = full.iterdir() if full.is_dir() else map(Path, glob.glob(str(full), recursive=True))  # noqa: PTH207
-    return [*sorted(path for path in names if path.is_file() and _is_data(path.name))]
+        found = [full]
+    else:
+        root = Path(full.anchor) if Path(pattern).is_absolute() else base
+        selected = select(storage, str(root), str(full.relative_to(root)))
+        found = [Path(selected.folder, path) for path in selected.paths]
+        _demand_some(selected, str(full))
+    for path in found:
+        # Not `resolve`: a table's log lies beside the link that is read, too.
+        demand_plain_folder(storage, os.path.abspath(path.parent), known=plain_folders)  # noqa: PTH100
+        yield os.path.realpath(path), path
 
 
-def _remote(url: str) -> list[SourceFile]:
+def _remote(url: str, plain_folders: set[str]) -> Iterator[tuple[str, SourceFile]]:
+    """Files behind a URL that a pattern names, each behind what tells it from others."""
     fs, path = _file_system(url)
     with _driver_errors(url):
         fs.invalidate_cache()
+        storage = RemoteStorage(fs)
         if fs.isfile(path):
-            return [RemoteFile(url, fs)]
-        entries = (
-            fs.ls(path, detail=True) if fs.isdir(path) else fs.glob(path, detail=True).values()
-        )
-        names = sorted(each["name"] for each in entries if each["type"] == "file")
-    return [
-        RemoteFile(fs.unstrip_protocol(name), fs)
-        for name in names
-        if _is_data(PurePosixPath(name).name)
-    ]
+            demand_plain_folder(storage, PurePosixPath(path).parent.as_posix(), known=plain_folders)
+            yield path, RemoteFile(url, fs)
+            return
+        selected = select(storage, "/" if path.startswith("/") else "", path)
+        _demand_some(selected, without_secrets(url))
+        demand_plain_folder(storage, selected.folder, known=plain_folders)
+        for below in selected.paths:
+            name = f"{selected.folder.rstrip('/')}/{below}"
+            yield name, RemoteFile(fs.unstrip_protocol(name), fs)
 
 
-def _is_data(name: str) -> bool:
-    return name[0] not in "_."
+def _demand_some(selected: Selection, shown: str) -> None:
+    if selected.paths:
+        return
+    some = ", ".join(selected.notes[:3])
+    notes = f": what matches are notes of other programs by their names ({some})" if some else ""
+    raise SourceError(f"no source file matches {shown}{notes}", pattern=shown)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStorage:
+    """Storage behind an fsspec URL, whose paths have no protocol."""
+
+    fs: Any
+
+    def children(self, folder: str) -> Iterator[Entry]:
+        """Files and folders right in a folder; none where there is no such folder."""
+        try:
+            listed = self.fs.ls(folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in listed:
+            name = entry["name"].rstrip("/")
+            if name != folder.rstrip("/"):
+                yield Entry(PurePosixPath(name).name, entry["type"] == "directory")
+
+    def descendants(self, folder: str) -> Iterator[Entry]:
+        """Files and folders at any depth, by one listing."""
+        listed = self.fs.find(folder, withdirs=True, detail=True)
+        above = folder.strip("/")
+        for name, entry in listed.items():
+            if path := name.strip("/").removeprefix(above).strip("/"):
+                yield Entry(path, entry["type"] == "directory")
+
+    def exists(self, path: str) -> bool:
+        """True if there is a file or a folder of this path."""
+        return bool(self.fs.exists(path))
 
 
 @contextmanager

@@ -65,16 +65,18 @@ def read_interactions(
     late: Callable[[Interactions], None] = lambda _late: None,
     unusable: Unusable | None = None,
     skip: int = 0,
+    files: Sequence[SourceFile] | None = None,
 ) -> Iterator[Interactions]:
     """Batches of all interaction files; with `before`, only what is strictly older (rows without a time stay).
 
-    The first `skip` files, or all, are left out. `late` is handed what is not older. Rows of weight 0 or less are not
+    The `files` are those that `sources` name, unless they are listed here; the first `skip`, or all, are left out.
+    `late` is handed what is not older. Rows of weight 0 or less are not
     interactions and are left out; so are, noted in `unusable`, rows that say nothing. Raises SourceError naming file
     and column, or where no row can be used.
     """
     cut = None if before is None else int(before.timestamp() * MICROSECONDS)
     unusable = Unusable() if unusable is None else unusable
-    paths = source_files(sources.interactions, base)[skip:]
+    paths = (source_files(sources.interactions, base) if files is None else files)[skip:]
     for path in paths:
         with reading(path):
             for columns in _batches(path, sources, unusable):

@@ -48,7 +48,7 @@ from precompute.scoring.defaults import shares, write_defaults, write_facets
 from precompute.scoring.event_trials import unlisted_in_words, values_of_night
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
-from precompute.sources.files import all_files, digest_of, pin
+from precompute.sources.files import InputFiles, digest_of, pin
 from precompute.sources.formats import INTERACTIONS
 from precompute.sources.unusable import Unusable, merged
 from precompute.steps import take_events
@@ -93,22 +93,24 @@ def run(
         releases.demand_agreement()
         demand_publishable(releases, cut, is_chosen=data_until is not None)
     until = data_until or run_after
+    files = InputFiles.of(config, events.files)
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
-            return _begin(config, bundle, cut, events, until=until, progress=progress)
+            return _begin(config, bundle, cut, events, files, until=until, progress=progress)
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
-    files = all_files(config, events.files)
-    pinned = pin(files)
+    pinned = pin(files.all)
     # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
     own = digest_of(
-        [each for file, each in zip(files, pinned[1], strict=True) if file not in events.files]
+        [each for file, each in zip(files.all, pinned[1], strict=True) if file not in events.files]
     )
     before = parse_time(until) if until else None
     with ExitStack() as stack:
-        with changed_or_broken(config, pinned[0], events.files):
-            made = vector_bundle(config, own, before=before, cut=cut, events=events.files)
+        with changed_or_broken(pinned[0], files.all):
+            made = vector_bundle(config, own, files, before=before, cut=cut)
             bundle = stack.enter_context(made)
-        return _begin(config, bundle, cut, events, until=until, progress=progress, pinned=pinned)
+        return _begin(
+            config, bundle, cut, events, files, until=until, progress=progress, pinned=pinned
+        )
 
 
 def in_night(night: Night) -> StepRow:
@@ -163,6 +165,7 @@ def _begin(
     bundle: Bundle,
     cut: datetime,
     events: EventFiles,
+    files: InputFiles,
     *,
     until: str | None,
     progress: Progress,
@@ -170,7 +173,7 @@ def _begin(
 ) -> Step:
     demand_feature_types(config, bundle)
     named_filters(config)
-    sources_digest, inputs = pinned or pin(all_files(config, events.files))
+    sources_digest, inputs = pinned or pin(files.all)
     store = config.store()
     for _ in range(ERASURE_LOOKS):
         erased = Erased.of(all_erasures(store))
@@ -204,7 +207,7 @@ def _begin(
         _prepare(build, bundle, base, why, cut=until, erased=erased, sources_digest=sources_digest, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
             "erased": list(erased.numbers), "settings": settings_digest(config), "cut": until,
-        }, events=events, progress=progress)  # fmt: skip
+        }, events=events, input_files=files, progress=progress)  # fmt: skip
     return {**found, "already_live": False}
 
 
@@ -219,6 +222,7 @@ def _prepare(
     sources_digest: str,
     facts: Step,
     events: EventFiles,
+    input_files: InputFiles,
     progress: Progress,
 ) -> None:
     config, started, holdout = build.config, time.perf_counter(), Holdout()
@@ -227,7 +231,7 @@ def _prepare(
         facts = {**facts, "events": read, "events_namespace": config.of_events().namespace}
     inputs = catalogue.feature_inputs(bundle, "user")
     unusable = Unusable(erased.users | erased.items)
-    unchanged = unchanged_sources(build, sources_digest, events.files)
+    unchanged = unchanged_sources(sources_digest, input_files.all)
     with unchanged, ThreadPoolExecutor(1, "bundle") as beside:
         pinning = beside.submit(pin_bundle, build, bundle)
 
@@ -269,6 +273,7 @@ def _prepare(
             restart=holdout.restart,
             erased=erased,
             earlier=earlier,
+            files=input_files.interactions,
             events=events.files,
             values=values.users,
             set_by_events=values.users if bundle.needs_history else (),

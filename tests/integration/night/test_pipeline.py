@@ -557,6 +557,33 @@ def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypa
     assert begin.run(config, data_until=UNTIL, run_after=None)
 
 
+@pytest.mark.parametrize("until", [UNTIL, None], ids=["cut", "no cut"])
+def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(config, monkeypatch, until):
+    """A log collector writes a file a minute: a night that began over again for each would never end."""
+    pin = files.pin
+    (config.path(".") / "clicks").mkdir()
+    shutil.move(config.path("interactions.parquet"), config.path("clicks/1.parquet"))
+    config = replace(config, sources=replace(config.sources, interactions=("clicks",)))
+
+    def arriving_after(files):
+        found = pin(files)
+        table = pq.read_table(config.path("clicks/1.parquet"))
+        number = len(list(config.path("clicks").iterdir())) + 1
+        pq.write_table(table.slice(0, 10), config.path(f"clicks/{number}.parquet"))
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(begin, "pin", arriving_after)
+        found = begin.run(config, data_until=until, run_after=None, named=UNTIL)
+    begun = Build(config, config.store(), found["generation"]).need("begin")
+
+    assert [each["name"] for each in begun["inputs"]][0] == "1.parquet"
+    assert "2.parquet" not in {each["name"] for each in begun["inputs"]}
+    assert begun["unusable"]["interactions"]["rows"] == len(
+        pq.read_table(config.path("clicks/1.parquet"))
+    )
+
+
 @pytest.mark.parametrize("content", [b"PAR1 half of what is being written", None])
 def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(
     config, monkeypatch, content
