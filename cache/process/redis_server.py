@@ -155,8 +155,19 @@ def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, RedisServ
 
 
 def _command(binary: Path, settings: Path, port: int) -> list[str]:
-    folder = str(settings.parent.resolve())
-    command = [str(binary), str(settings.resolve()), "--port", str(port), "--dir", folder]
+    # By standard input: Redis takes the path of a file for a pattern, which brackets in a folder's name spoil.
+    reads_settings = ["sh", "-c", 'settings=$1; shift; exec "$@" <"$settings"', "redis"]
+    folder = settings.parent.resolve()
+    command = [
+        *reads_settings,
+        str(folder / settings.name),
+        str(binary),
+        "-",
+        "--port",
+        str(port),
+        "--dir",
+        str(folder),
+    ]
     for name, value in SETTINGS.items():
         command += [f"--{name}", value]
     return command

@@ -1,15 +1,18 @@
 """Gates: what a generation must prove before it may be published.
 
-A gate that raises over what it reads has failed: bad bytes make gates raise, and a gate's own defect cannot be told
-from that. One that could not ask (`NotJudged`) refuses nothing. Neither lets a generation pass.
+An error of Larder's own, or a file that is missing, is a finding: the gate has failed. What did not answer, and any
+other error, is none (`NotJudged`): a defect of a gate, or damage that only it meets, refuses nothing. Neither lets a
+generation pass.
 """
 
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import redis
@@ -144,6 +147,18 @@ OVERRIDABLE: Final = frozenset(gate.rule for gate in GATES if not gate.is_integr
 """Rules on what is unusual: a person may know why it is right."""
 
 
+NO_ERROR: Final = "no error"
+"""Threshold of a gate that failed by an error of Larder's own, which is its value."""
+
+
+_PACKAGES: Final = ("cache", "precompute")
+"""Packages whose code gates run."""
+
+
+class GateRaised(NotJudged):
+    """A gate raised an error that says nothing of the generation; the gates behind it can be asked all the same."""
+
+
 def asked_of(manifest: Manifest) -> tuple[Gate, ...]:
     """The rules of GATES that have something to ask: without interactions not those on what users did since."""
     if not manifest.facts.get(WITHOUT_INTERACTIONS):
@@ -180,13 +195,22 @@ def run_gates(
     limits: TimeLimits | None = None,
     timer: Callable[[], float] = time.monotonic,
 ) -> Iterator[Verdict]:
-    """Every gate's verdict. Raises NotJudged at the first one that could not ask, or whose time is over."""
+    """Every gate's verdict. Raises NotJudged at the first one that could not ask, or whose time is over.
+
+    Raises GateRaised for the first gate with an error, once all others were asked.
+    """
     started = timer()
+    raised: GateRaised | None = None
     if limits is None:
         limits = TimeLimits(candidate.thresholds.timeout_s, candidate.thresholds.total_timeout_s)
     for gate in gates:
         left_s = limits.total_s - (timer() - started)
-        yield run_gate(gate, candidate, min(limits.gate_s, left_s))
+        try:
+            yield run_gate(gate, candidate, min(limits.gate_s, left_s))
+        except GateRaised as error:
+            raised = raised or error
+    if raised is not None:
+        raise raised
 
 
 def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
@@ -201,9 +225,9 @@ def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
 
 
 def run_within(rule: str, judge: Callable[[], Measured], timeout_s: float) -> Verdict:
-    """The verdict of `judge`, or one that failed under this rule when it raises.
+    """The verdict of `judge`, or one that failed under this rule when it raises an error of Larder's own.
 
-    Raises NotJudged when its time is over, or when what it asked did not answer.
+    Raises NotJudged when its time is over, or when what it asked did not answer; GateRaised for any other error.
     """
     if timeout_s <= 0:
         raise _not_judged(rule, "the time for all gates was over before it")
@@ -233,8 +257,27 @@ def _judge(rule: str, judge: Callable[[], Measured]) -> Verdict | NotJudged:
             found.__cause__ = error
             return found
         if isinstance(error, LarderError):
-            return Verdict(rule, False, error.code, None, error.message)
-        return Verdict(rule, False, type(error).__name__, None, str(error))
+            return Verdict(rule, False, error.code, NO_ERROR, error.message)
+        if isinstance(error, FileNotFoundError):
+            return Verdict(rule, False, type(error).__name__, NO_ERROR, str(error))
+        raised = GateRaised(
+            f"{rule} could not be judged, so nothing is refused and nothing published: it raised "
+            f"{type(error).__name__}: {error} ({_where(error)}); run `larder verify` again. If it says the same, what "
+            "the gate reads is damaged, or the gate has a defect: begin the night again, and report this line",
+            rule=rule,
+        )
+        raised.__cause__ = error
+        return raised
+
+
+def _where(error: Exception) -> str:
+    """The innermost line of Larder's own through which an error came: module, line and function."""
+    found = "nowhere"
+    for frame in traceback.extract_tb(error.__traceback__):
+        below = Path(frame.filename).parts
+        if own := [place for place, name in enumerate(below) if name in _PACKAGES]:
+            found = f"{'/'.join(below[own[-1] :])}, line {frame.lineno}, in {frame.name}"
+    return found
 
 
 def is_unanswered(error: BaseException | None) -> bool:

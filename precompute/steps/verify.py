@@ -31,6 +31,7 @@ from precompute.gates.judge import (
     INTEGRITY,
     LIVE_FILES,
     OPENS,
+    GateRaised,
     asked_of,
     is_unanswered,
     overridden,
@@ -167,7 +168,15 @@ def _judged(
     pages_bytes = _pages_bytes(made, releases)
 
     def opens() -> Measured:
-        candidate, missing = _candidate(made, manifest, releases, live, pages_bytes)
+        try:
+            candidate, missing = _candidate(made, manifest, releases, live, pages_bytes)
+        except LarderError:
+            raise
+        except Exception as error:
+            if is_unanswered(error):
+                raise
+            # Whether it can be opened is what this rule asks.
+            return Measured(False, f"{type(error).__name__}: {error}", "readable")
         opened.append(candidate)
         note = "the manifest of the live generation cannot be read" if missing else ""
         return Measured(not missing, live, "readable", note)
@@ -182,6 +191,9 @@ def _judged(
         for number, each in enumerate(run_gates(opened[0], gates, limits=limits), 1):
             verdicts.append(each)
             progress("verify", number, len(gates))
+    except GateRaised:
+        if all(each.passed for each in verdicts):
+            raise
     except NotJudged:
         # What is wrong stays wrong, whatever did not answer: gates behind it may have choked on just that.
         if all(each.passed for each in verdicts if each.rule in INTEGRITY):

@@ -190,12 +190,13 @@ def _slice(
     positions = directory.find_many(hashes)
     known = np.flatnonzero(positions >= 0)
     known = known[np.argsort(positions[known], kind="stable")]
+    spread = np.linspace(0, max(0, len(known) - 1), min(per_stratum, len(known)))
     orders = {
         "head": np.argsort(-counts[known], kind="stable"),
         "tail": np.argsort(counts[known], kind="stable"),
         "new": np.argsort(-first[known], kind="stable"),
         "recent": np.argsort(-last[known], kind="stable"),
-        "spread": np.unique(np.linspace(0, max(0, len(known) - 1), per_stratum).astype(np.int64)),
+        "spread": np.unique(spread.astype(np.int64)),
     }
     chosen = {name: known[order[:per_stratum]] for name, order in orders.items()}
     picked = np.unique(np.concatenate(list(chosen.values())))

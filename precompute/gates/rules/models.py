@@ -122,6 +122,8 @@ def defaults(candidate: Candidate) -> Measured:
     for name, table in candidate.manifest.tables.items():
         if table.kind != "topk" or table.is_facet:
             continue
+        if name not in data:
+            return Measured(False, "none", "as the item table has them", name)
         ids, scores = data[name]["items"], np.asarray(data[name]["scores"], np.float64)
         known = candidate.items.ordinals_of([str(each).encode() for each in ids])
         wanted = min(table.layout.width, candidate.items.count)

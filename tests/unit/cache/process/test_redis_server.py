@@ -58,6 +58,18 @@ def test_a_server_answers_and_is_gone_afterwards(binary: Path, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["redis.lock", "redis.log"]
 
 
+@pytest.mark.parametrize("name", ["folder [v1]", "a*b?", 'it\'s "here" $HOME'])
+def test_a_server_runs_in_a_folder_of_any_name(binary: Path, tmp_path: Path, name: str) -> None:
+    """Redis takes the path of its settings for a pattern: with brackets in it there was no password, and no start."""
+    with (
+        server(tmp_path / name, binary=binary, password="secret") as running,
+        redis.Redis.from_url(running.url.replace(":secret@", "")) as stranger,
+    ):
+        assert answers(running.url)
+        with pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+
+
 def test_a_server_keeps_nothing_on_disk_and_evicts_only_what_expires(
     binary: Path, tmp_path: Path
 ) -> None:

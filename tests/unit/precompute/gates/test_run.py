@@ -1,7 +1,9 @@
 """How gates are run: what raises has failed, what hangs or could not ask is not judged, and reaches Redis no more."""
 
 import errno
+import re
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +39,7 @@ from precompute.gates.judge import (
     GATES,
     INTEGRITY,
     OVERRIDABLE,
+    GateRaised,
     asked_of,
     demand_overridable,
     overridden,
@@ -164,14 +167,37 @@ def test_gates_have_the_time_that_the_bytes_take(candidate: Candidate) -> None:
     assert all(each.passed for each in verdicts)
 
 
-def test_what_raises_has_failed_under_its_own_rule() -> None:
+def test_a_gate_that_raises_refuses_nothing_and_says_where_it_raised() -> None:
     def raises() -> Measured:
         raise KeyError("users_scored")
 
-    verdict = run_within("coverage", raises, 5.0)
+    with pytest.raises(
+        GateRaised, match="coverage could not be judged, so nothing is refused"
+    ) as said:
+        run_within("coverage", raises, 5.0)
 
-    assert (verdict.rule, verdict.passed, verdict.value) == ("coverage", False, "KeyError")
-    assert "users_scored" in verdict.note
+    assert re.search(r"KeyError: 'users_scored' \(.*, line \d+, in raises\)", said.value.message)
+
+
+def test_where_a_gate_raised_is_the_innermost_line_of_our_own() -> None:
+    with pytest.raises(GateRaised, match=r"verdict\.py, line \d+, in at_least\)"):
+        run_within("coverage", lambda: at_least("much", 0.5), 5.0)  # type: ignore[arg-type]
+
+
+def test_gates_behind_one_that_raises_are_asked_all_the_same(candidate: Candidate) -> None:
+    @integrity("broken")
+    def broken(_candidate: Candidate) -> Measured:
+        raise IndexError("index 0 is out of bounds")
+
+    @integrity("fails")
+    def fails(_candidate: Candidate) -> Measured:
+        return Measured(False, 1, 0)
+
+    asked: list[Verdict] = []
+    with pytest.raises(GateRaised, match="broken could not be judged"):
+        deque(map(asked.append, run_gates(candidate, [passes, broken, fails])))
+
+    assert [each.rule for each in asked] == ["passes", "fails"]
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -210,7 +236,6 @@ def test_what_could_not_be_asked_is_not_judged(error: Exception) -> None:
         FileNotFoundError("work/holdout.json"),
         caused(StoreError("items.bin is not in the store"), FileNotFoundError("items.bin")),
         Refused("allkeys-lru may evict pages"),
-        ZeroDivisionError(),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -218,7 +243,9 @@ def test_what_was_asked_and_is_wrong_or_missing_is_judged(error: Exception) -> N
     def finds() -> Measured:
         raise error
 
-    assert not run_within("coverage", finds, 5.0).passed
+    verdict = run_within("coverage", finds, 5.0)
+
+    assert not verdict.passed and verdict.threshold == "no error"
 
 
 def test_every_gate_is_either_of_integrity_or_may_be_overridden() -> None:

@@ -63,6 +63,19 @@ def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> No
         assert set(sample.rows) == set(STRATA)
 
 
+def test_a_shard_without_a_user_who_has_a_record_gives_no_sample_and_no_error(
+    tmp_path: Path,
+) -> None:
+    """With one user and four shards, three are such."""
+    _, entities = write(tmp_path, [("user", 0, 1)])
+    nobody = Directory(SEED, [0], [np.empty(0, np.uint64)])
+
+    sample = sample_users(tmp_path, entities, nobody, history_limit=5)
+
+    assert (sample.in_source, sample.with_record, len(sample.positions)) == (1, 0, 0)
+    assert all(not len(rows) for rows in sample.rows.values())
+
+
 def test_a_repeated_choice_is_no_new_one(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, [("a", 1, 10), ("a", 2, 20), ("a", 1, 30), ("b", 1, 5)])
     sample = sample_users(tmp_path, entities, directory, history_limit=10)
