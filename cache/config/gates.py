@@ -16,7 +16,9 @@ class GateThresholds:
     coverage_of_live: NonNegativeFloat = 0.8
     """Number of users with an answer, as a share of the live generation's."""
     items_of_live: NonNegativeFloat = 0.8
-    """Number of items, as a share of the live generation's."""
+    """Number of items, as a share of the live generation's, at least."""
+    items_of_live_most: NonNegativeFloat = 1.5
+    """Number of items, as a share of the live generation's, at most: one that grows so fast may be a wrong one."""
     short_lists: NonNegativeFloat = 0.05
     """Share of lists with fewer items than asked for though the catalogue has enough, at most."""
     empty_lists: NonNegativeFloat = 0.01

@@ -30,7 +30,10 @@ def _build(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def standing_name(config: NightConfig, data_until: str | None) -> str:
-    """Name of a night without a cut: when its inputs last changed, so that a repeat finds its own work."""
+    """Name of a night without a cut: when its inputs last changed, so that a repeat finds its own work.
+
+    `begin` takes the time of Redis instead where that has not come yet: the clock of whoever wrote a file was ahead.
+    """
     from precompute.bundles.bundle_store import chosen_at
     from precompute.sources.files import all_files, changed_at
 

@@ -12,20 +12,23 @@ from precompute.sources.columns import Ids
 from precompute.sources.files import SourceFile, readable
 from precompute.sources.formats import BATCH_ROWS, INTERACTIONS
 from precompute.sources.readers import Interactions, reading
-from precompute.sources.unusable import Unusable
+from precompute.sources.unusable import EVENTS, Unusable
 
+EVENT_ROWS: Final = f"{EVENTS}.{INTERACTIONS}"
+"""Name of the interactions that events brought in reports."""
 _COLUMNS: Final = ["user", "item", "time", "weight", "position"]
 
 
 def read_events(files: Sequence[SourceFile], unusable: Unusable) -> Iterator[Interactions]:
     """Batches of the interactions of positive weight; no cut is asked for, since their position decided.
 
-    Their ids were checked when they were accepted. Raises SourceError naming a file that cannot be read.
+    Their ids were checked when they were accepted. They count as rows of events, so that they hide no share of bad rows
+    of the sources. Raises SourceError naming a file that cannot be read.
     """
     for path in files:
         with reading(path), readable(path) as raw, pq.ParquetFile(raw) as file:
             for batch in file.iter_batches(BATCH_ROWS, columns=_COLUMNS):
-                unusable.looked_at(INTERACTIONS, len(batch))
+                unusable.looked_at(EVENT_ROWS, len(batch))
                 yield _interactions(batch)
 
 

@@ -1,6 +1,6 @@
 """The catalogue: which items a generation knows, in ordinal order, and their vectors."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from precompute.config.settings import NightConfig
 from precompute.partitions.grouping import sort_unique
 from precompute.partitions.shard_files import first_hash
 from precompute.partitions.shard_input import Hasher
-from precompute.sources.columns import as_rows, raws_of, text_hashes
+from precompute.sources.columns import Ids, as_rows, raws_of, text_hashes
 from precompute.sources.event_values import NO_VALUES, EntityValues, with_event_values
 from precompute.sources.features import read_values, without_long_texts
-from precompute.sources.files import source_file
+from precompute.sources.files import SourceFile, source_file
 from precompute.sources.readers import read_features
 from precompute.sources.unusable import AGAIN, CASES, EVENTS, NO_VALUE, TOO_LONG, Case, Unusable
 from precompute.sources.vocabulary import AT_ONCE, repeats_in
@@ -82,7 +82,7 @@ def write_catalogue(
     vocabulary = bundle.vocabulary
     noted = Unusable() if unusable is None else unusable
     listed = _listed(config, bundle, values, brought, noted)
-    if listed is None or not len(listed):
+    if listed is None:
         listed = vocabulary.texts
     gone = pa.array(sorted(raw.decode() for raw in erased), pa.string())
     listed = listed.filter(pc.invert(pc.is_in(listed, value_set=gone)))
@@ -130,8 +130,11 @@ def _listed(
     ]
     columns = sorted({str(each.column) for each in specs})
     chunks, usable = [], [np.empty(0, np.bool_)]
-    read = read_features(
-        path, config.sources.item_column, columns, source=ITEM_ROWS, unusable=unusable
+    read = _some_rows(
+        read_features(
+            path, config.sources.item_column, columns, source=ITEM_ROWS, unusable=unusable
+        ),
+        path,
     )
     changed = pa.array(
         [raw.decode() for raw, each in events.items() if not each.keys().isdisjoint(columns)],
@@ -160,7 +163,32 @@ def _listed(
         cases = ({"item": listed[row].as_py(), "file": path.name} for row in again[:CASES].tolist())
         unusable.note(ITEM_ROWS, AGAIN, len(again), cases)
         kept[again] = False
+    if not kept.any():
+        raise SourceError(
+            f"{path} names {len(listed):,} items, and none of them can be used: see what is missing in "
+            f"{', '.join(columns)}",
+            path=str(path),
+        )
     return listed.filter(pa.array(kept))
+
+
+def _some_rows(
+    read: Iterable[tuple[Ids, dict[str, Any]]], path: SourceFile
+) -> Iterator[tuple[Ids, dict[str, Any]]]:
+    """The batches of a table of items; raises SourceError where these have no rows.
+
+    The catalogue is never the whole vocabulary instead: that has every item that was withdrawn since the model learnt.
+    """
+    rows = 0
+    for ids, columns in read:
+        rows += len(ids)
+        yield ids, columns
+    if not rows:
+        raise SourceError(
+            f"{path} has no rows, so no item could be recommended: write the items that may be, or leave "
+            "sources.item_features out for all that the model knows",
+            path=str(path),
+        )
 
 
 def _note_values(

@@ -11,6 +11,7 @@ from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
 from precompute.erasures.erasure import Erased
+from precompute.events.reading import EVENT_ROWS
 from precompute.partitions.catalogue import item_texts
 from precompute.partitions.earlier import POPULARITY, UNKNOWN, UNKNOWN_SEED, Earlier
 from precompute.partitions.shard_files import (
@@ -158,7 +159,7 @@ def _taken(
         unusable={
             name: each
             for name, each in begun["unusable"].items()
-            if name.partition(".")[0] in of_users
+            if name == EVENT_ROWS or name.partition(".")[0] in of_users
         },
     ), ""
 

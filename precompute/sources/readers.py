@@ -182,6 +182,13 @@ def feature_schema(path: SourceFile, columns: Sequence[str] = ()) -> Any:
     return found
 
 
+def row_count(path: SourceFile) -> int:
+    """Number of rows of a Parquet file, as its metadata says."""
+    with reading(path), readable(path) as raw:
+        rows: int = pa.parquet.read_metadata(raw).num_rows
+    return rows
+
+
 @contextmanager
 def reading(path: SourceFile) -> Iterator[None]:
     """The one translator of what readers of files raise."""

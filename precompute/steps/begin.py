@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from cache.errors import ConfigError, Conflict
+from cache.events.position import Position
 from cache.format.manifest import FEATURED_USERS, MANIFEST_FORMAT
 from cache.formats import MANIFEST
 from cache.store.artefacts import generation_path
@@ -30,6 +31,7 @@ from precompute.erasures.erasure import Erased, all_erasures
 from precompute.erasures.host_records import note_left_out
 from precompute.events.files import EventFiles, event_files
 from precompute.events.marks import write_marks
+from precompute.events.reading import EVENT_ROWS
 from precompute.partitions import catalogue
 from precompute.partitions.earlier import write_counts
 from precompute.partitions.holdout import Holdout
@@ -83,10 +85,13 @@ def run(
             "from, in the file given by --config or LARDER_CONFIG"
         )
     with open_releases(config) as releases:  # before hours of work that could not be published
-        if events.until is not None and moment is named:
-            # What it has is as new as its events; a producer's position may be ahead of all clocks.
-            newest = min(events.until.ms // 1000, int(releases.clock()))
-            cut = max(cut, datetime.fromtimestamp(newest, UTC))
+        if moment is named:
+            # The clock of whoever wrote a file may be ahead, and so may a producer's position: what is named after such
+            # a time would keep all nights before it from being published.
+            now = datetime.fromtimestamp(int(releases.clock()), UTC)
+            # What it has is as new as its events.
+            newest = cut if events.until is None else max(cut, _moment_of(events.until))
+            cut = min(newest, now)
         sweep_copies(releases.store)
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
@@ -111,6 +116,10 @@ def run(
         return _begin(
             config, bundle, cut, events, files, until=until, progress=progress, pinned=pinned
         )
+
+
+def _moment_of(position: Position) -> datetime:
+    return datetime.fromtimestamp(position.ms // 1000, UTC)
 
 
 def in_night(night: Night) -> StepRow:
@@ -153,10 +162,15 @@ def _computes_featured(config: NightConfig, bundle: Bundle, seen: Partitioned) -
 
 def _read(begun: Mapping[str, Any]) -> str:
     """Number of interactions that were read, and of rows that were left out, in words."""
-    if not (seen := begun["unusable"].get(INTERACTIONS)):
+    names = (INTERACTIONS, EVENT_ROWS)
+    seen = [begun["unusable"][name] for name in names if name in begun["unusable"]]
+    if not seen:
         return "no interactions"
-    reasons = ", ".join(f"{each['rows']:,} {why}" for why, each in seen["reasons"].items())
-    told = f"{begun['interactions']:,} interactions of {seen['rows']:,} rows"
+    reasons = ", ".join(
+        f"{found['rows']:,} {why}" for source in seen for why, found in source["reasons"].items()
+    )
+    rows = sum(source["rows"] for source in seen)
+    told = f"{begun['interactions']:,} interactions of {rows:,} rows"
     return f"{told}; left out: {reasons}" if reasons else told
 
 

@@ -15,7 +15,7 @@ def look_at_sources(config: "NightConfig") -> Found:
         return "not used", f"by the service; {line}"
     from precompute.sources.files import all_files, source_file
     from precompute.sources.formats import INTERACTIONS
-    from precompute.sources.readers import feature_schema, read_interactions
+    from precompute.sources.readers import feature_schema, read_interactions, row_count
     from precompute.sources.unusable import Unusable
 
     sources, base = config.sources, config.path(".")
@@ -38,6 +38,8 @@ def look_at_sources(config: "NightConfig") -> Found:
     ):
         if name:
             feature_schema(source_file(name, base), columns)
+            if not row_count(source_file(name, base)):
+                return "to do", f"{name} has no rows: write them, or leave it out of [sources]"
     found = f"{len(files)} file{'s' * (len(files) > 1)}"
     if not sources.interactions:
         return "ok", f"{found}, none of interactions: users are those of {sources.user_vectors}"

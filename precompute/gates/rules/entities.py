@@ -13,7 +13,7 @@ from cache.format.manifest import Table
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity, judgement
 from precompute.gates.evidence.user_sample import names_of, sampled_shards
-from precompute.gates.evidence.verdict import Measured, at_least, none_of, not_measured
+from precompute.gates.evidence.verdict import Measured, at_least, at_most, none_of, not_measured
 from precompute.partitions.catalogue import item_texts
 from precompute.sources.columns import text_hashes
 from precompute.sources.unusable import EVENTS
@@ -52,8 +52,16 @@ def coverage_of_live(candidate: Candidate) -> Measured:
 
 @judgement("items_of_live")
 def items_of_live(candidate: Candidate) -> Measured:
-    """Items of this generation against the live one's."""
-    return _against_live(candidate, "item", candidate.thresholds.items_of_live)
+    """Items of this generation against the live one's: neither far fewer nor far more."""
+    thresholds = candidate.thresholds
+    found = _against_live(candidate, "item", thresholds.items_of_live)
+    if (
+        found.passed
+        and isinstance(found.value, float)
+        and found.value > thresholds.items_of_live_most
+    ):
+        return at_most(found.value, thresholds.items_of_live_most, found.note, found.baseline)
+    return found
 
 
 def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measured:

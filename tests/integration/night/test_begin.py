@@ -1,7 +1,9 @@
 """What begin refuses before hours of work, and what of a first pass over the sources a second one leaves."""
 
+import os
 import uuid
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +13,16 @@ import pytest
 
 from cache.errors import BundleError, Refused, StoreError
 from cache.format.item_table import ItemTable
+from cache.format.manifest import CUT_CHARS
 from cache.format.records.codec import decode
 from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
 from precompute.builds.build import Build
+from precompute.cli.step_commands import standing_name
 from precompute.config.settings import NightConfig
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.partition import partition
+from precompute.releases.cuts import CUT_FORMAT
 from precompute.releases.registry import open_releases
 from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
@@ -47,6 +52,18 @@ def test_weights_beside_a_model_that_the_bundle_does_not_list_are_refused_by_nam
         begin.run(config, data_until=UNTIL, run_after=None)
 
     assert caught.value.details["model"] == "user_tower"
+
+
+def test_a_file_from_the_future_names_no_generation(config):
+    """A clock that was ahead when files were copied: each night after that one was refused as older than it."""
+    os.utime(config.path("interactions.parquet"), (4_000_000_000, 4_000_000_000))
+
+    found = begin.run(config, data_until=None, run_after=None, named=standing_name(config, None))
+
+    with open_releases(config) as releases:
+        now = datetime.fromtimestamp(releases.clock(), UTC)
+    named = datetime.strptime(found["generation"][:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC)
+    assert now - timedelta(minutes=5) < named <= now
 
 
 def test_a_night_of_models_with_weights_beside_them_is_the_night_without(config, tmp_path):

@@ -5,9 +5,11 @@ from typing import Any, cast
 
 import pytest
 
+from precompute.config.settings import GateThresholds
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.verdict import FIRST, UNREADABLE
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
+from precompute.gates.rules.entities import items_of_live
 from precompute.gates.rules.live import tables_of_live
 
 LIVE = {"lists": "topk", "likes": "topk", "vector": "vector"}
@@ -56,6 +58,32 @@ def test_tables_of_the_live_generation_are_missed(
     found = judged(now, LIVE)
     assert (found.passed, found.value, found.baseline) == (not wrong, wrong, "live")
     assert said in found.note
+
+
+@pytest.mark.parametrize(
+    ("items", "passed", "threshold"),
+    [(79, False, 0.8), (80, True, 0.8), (150, True, 0.8), (151, False, 1.5)],
+)
+def test_a_catalogue_that_shrinks_or_grows_by_much_is_judged(
+    items: int, passed: bool, threshold: float
+) -> None:
+    """An upstream filter that fails brings back what was withdrawn, and no lower bound sees it."""
+
+    def manifest(count: int) -> Any:
+        return SimpleNamespace(
+            generation="live", entity_sets={"item": SimpleNamespace(count=count)}
+        )
+
+    nothing: Any = None
+    candidate = Candidate(
+        manifest(items), nothing, nothing, nothing, manifest(100), GateThresholds(), 10,
+        given=cast(Any, SimpleNamespace(live_items=None)),
+    )  # fmt: skip
+
+    found = items_of_live(candidate)
+
+    assert (found.passed, found.value, found.threshold) == (passed, items / 100, threshold)
+    assert "100 before" in found.note and "items_of_live" in OVERRIDABLE
 
 
 def test_the_first_lists_and_the_first_generation_are_compared_with_nothing() -> None:

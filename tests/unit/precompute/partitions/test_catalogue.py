@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+from cache.errors import SourceError
 from cache.format.ids import hash_id
 from cache.format.item_table import Ordinals
 from precompute.config.settings import NightConfig, Sources
@@ -70,6 +72,17 @@ def test_an_item_listed_again_is_left_out_and_named(tmp_path):
     ((reason, found),) = unusable.to_json()["item_features"]["reasons"].items()
     assert (reason, found["rows"]) == ("listed before", 3)
     assert [each["item"] for each in found["cases"]] == ["a", "b", "a"]
+
+
+def test_a_table_of_items_without_rows_is_no_catalogue_of_all_that_the_model_knows(tmp_path):
+    """A filter on yesterday's date left it empty, and every withdrawn item was recommended again."""
+    pq.write_table(pa.table({"item": pa.array([], pa.string())}), tmp_path / "items.parquet")
+    config = NightConfig(base=str(tmp_path), sources=Sources(item_features="items.parquet"))
+
+    with pytest.raises(SourceError, match=r"items\.parquet has no rows.*leave .*item_features out"):
+        write_catalogue(config, bundle_of(["a", "b"]), tmp_path)
+    with pytest.raises(SourceError, match=r"items\.parquet has no rows"):
+        write_catalogue(config, bundle_of(["a", "b"]), tmp_path, brought=[b"c"])
 
 
 def test_ids_with_one_hash_are_told_apart_by_the_next_seed(monkeypatch):
