@@ -25,7 +25,7 @@ def format_of(path: SourceFile, sources: Sources) -> str:
     if sources.format != "auto":
         return sources.format
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    match suffixes[-1] if suffixes else "":
+    match suffixes[-1].lower() if suffixes else "":
         case ".parquet" | ".pq":
             return "parquet"
         case ".csv" | ".tsv":

@@ -7,11 +7,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.cli.init.look import FoundTable, are_unique
+from infra.cli.init.look import ERRORS, FoundTable, are_unique
 from infra.cli.init.roles import Role, Roles, plain, roles_of
+from precompute.sources.plausibility import hold_lists
 
 FEW_ITEMS = 1_024
 """Number of items below which 256 dimensions of the reference model hold little but noise."""
+TIMES_LEAST = 0.99
+"""Share of a column's texts that are times, or missing, in a column of times: a night leaves the other rows out."""
 MILLISECONDS_FROM = 100_000_000_000
 """Numbers above are no seconds since 1970 (of the year 5138) but milliseconds, or less."""
 
@@ -62,8 +65,13 @@ def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
             "`larder init --force`"
         )
     for table in tables:
-        if table not in both and table is not found.interactions:
+        if table in both or table is found.interactions:
+            continue
+        try:
             _features(found, table, known[table.title])
+        except ERRORS as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            found.notes.append(f"{table.title} is not used: it cannot be read: {reason}")
     found.items = _few_items(found)
     return found
 
@@ -80,6 +88,11 @@ def _interactions(found: Guesses, both: list[FoundTable], known: dict[str, Roles
         why = "it alone holds times" if role == "timestamp" else "no other is left"
         found.notes.append(
             f"column {roles.columns[role]!r} is taken for the {role} because {why}; if it is not, change {role}_column"
+        )
+    if (name := found.columns["item"]) is not None and hold_lists(table.sample[name]):
+        found.notes.append(
+            f"column {name!r} seems to hold a whole history in each field: no id comes twice, and nearly all hold "
+            "several words. A row is one item of one user: write a row for each"
         )
     if (name := found.columns["timestamp"]) is not None and (
         remark := _no_times(table.sample[name])
@@ -180,7 +193,7 @@ def _no_times(column: Any) -> str | None:
     from precompute.sources.moments import times_of_texts
 
     _, readable, missing = times_of_texts(column.combine_chunks())
-    if not (readable | missing).all():
+    if (readable | missing).mean() < TIMES_LEAST:
         return "holds texts that are no times (ISO 8601 is read): it is left out; write it as a timestamp"
     return None
 

@@ -2,19 +2,25 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
+from cache.errors import LarderError, SourceError
 from infra.cli.init.roles import Kind
+from precompute.sources.files import source_files
+from precompute.sources.folders import Entry, LocalStorage, is_data, tables_among
 
-DEPTH_MAX = 3
+_Seen = TypeVar("_Seen")
+
+DEPTH_MAX = 8
+"""Folders below the one that is looked at, such as table/year/month/day/hour."""
 FILES_MAX = 20_000
 SAMPLE_ROWS = 1 << 16
 """Rows at a table's beginning that are looked at."""
@@ -25,7 +31,26 @@ _ENDINGS = {
 _LEFT_OUT = {"artifacts", "bundle", "node_modules", "__pycache__", "venv"}
 _SEPARATORS = (",", ";", "\t", "|")
 """Signs between fields, of which the one that stands most often in the first line is taken."""
-_HEAD_BYTES = 1 << 16
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_CONVERT = "write it as Parquet or CSV"
+_UNREAD = {
+    **dict.fromkeys((".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz"), f"JSON is not read: {_CONVERT}"),
+    **dict.fromkeys((".orc", ".avro", ".feather", ".arrow"), f"only Parquet, CSV and lines are read: {_CONVERT}"),
+    **dict.fromkeys((".xls", ".xlsx", ".ods"), "spreadsheets are not read: save the sheet as CSV in UTF-8"),
+    **dict.fromkeys((".pkl", ".pickle", ".h5", ".hdf5", ".sqlite", ".db"), f"it is not read: {_CONVERT}"),
+    **dict.fromkeys(
+        (".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".snappy"),
+        "this compression is not read: unpack it, or compress it with gzip",
+    ),
+    **dict.fromkeys(
+        (".data", ".dat", ".base", ".test", ".inter", ".tab"),
+        "its name does not say its format: if its fields stand between tabs, rename it to .tsv, and put a line of "
+        "column names above",
+    ),
+}  # fmt: skip
+"""Ending -> why files of such names are not taken, and what to do."""
+ERRORS = (OSError, pa.ArrowException, ValueError, KeyError, LarderError)
+"""Errors that an odd file raises: it costs one remark, and the look goes on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,27 +75,22 @@ class FoundTable:
 
 def look(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
     """Tables below a folder, the largest first, their patterns relative to `base`; and remarks on what is none."""
-    groups: dict[tuple[str, str, tuple[str, ...]], list[Path]] = defaultdict(list)
-    remarks: list[str] = []
-    paths = list(_files(folder))
-    for path in paths:
-        try:
-            separator, names = _names(path)
-        except (OSError, pa.ArrowException) as error:
-            remarks.append(f"{_relative(path, base)} cannot be read: {str(error).splitlines()[0]}")
+    groups: dict[tuple[str, str, tuple[str, ...]], list[_FileLook]] = defaultdict(list)
+    walk = _Walk(folder, base)
+    paths = list(walk)
+    files, remarks = [path for path in paths if _ending(path)][:FILES_MAX], list(walk.remarks)
+    for path in files:
+        seen = _one_remark(path, base, remarks, lambda path=path: _look_at(path))
+        if seen is None:
             continue
-        if remark := _no_table(path, names):
-            remarks.append(f"{_relative(path, base)} {remark}")
-        else:
-            groups[_ending(path), separator, tuple(names)].append(path)
-    seen = [_seen(files, separator, paths, base) for (_, separator, _), files in groups.items()]
-    lines = [each for each in _walk(folder) if each.name.endswith((".txt", ".txt.gz"))]
-    if lines and not seen:
-        remarks.append(
-            f"{_relative(lines[0], base)} is text: if its lines are `user item item ...`, name it in [sources] "
-            'interactions, with format = "lines"'
-        )
-    return sorted(seen, key=lambda each: -each.size_bytes), remarks
+        if seen.remark:
+            remarks.append(f"{_relative(path, base)} {seen.remark}")
+        if seen.is_table:
+            groups[seen.format, seen.separator, seen.columns].append(seen)
+    tables = [_table_of(group, base) for group in groups.values()]
+    if not tables:
+        remarks += _about_others(paths, base)
+    return sorted(tables, key=lambda table: -table.size_bytes), remarks
 
 
 def are_unique(table: FoundTable, column: str) -> bool:
@@ -78,7 +98,7 @@ def are_unique(table: FoundTable, column: str) -> bool:
     if table.format == "parquet":
         values = pa.chunked_array(
             [
-                chunk
+                _plain(chunk)
                 for path in table.files
                 for chunk in pa.parquet.read_table(path, columns=[column])[column].chunks
             ]
@@ -88,109 +108,289 @@ def are_unique(table: FoundTable, column: str) -> bool:
     return bool(len(values) and pc.count_distinct(values).as_py() == len(values))
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    root = len(folder.parts)
-    for place, folders, names in os.walk(folder):
-        here = Path(place)
-        deep = len(here.parts) - root >= DEPTH_MAX
-        folders[:] = (
-            []
-            if deep
-            else sorted(
-                each
-                for each in folders
-                if each[0] not in "._"
-                and each not in _LEFT_OUT
-                and not (here / each / "bundle.json").exists()
+class _FileLook(NamedTuple):
+    """What one file showed: its table's columns, or a remark why it is none, or both."""
+
+    path: Path
+    format: str
+    separator: str = ","
+    columns: tuple[str, ...] = ()
+    sample: Any = None
+    rows: int | None = None
+    remark: str | None = None
+    is_table: bool = True
+
+
+class _Walk:
+    """Files below a folder that may be data by their names; `remarks` on folders that are left out."""
+
+    def __init__(self, folder: Path, base: Path) -> None:
+        self.remarks: list[str] = []
+        self._folder, self._base = folder, base
+
+    def __iter__(self) -> Iterator[Path]:
+        root = len(self._folder.parts)
+        for place, folders, names in os.walk(self._folder):
+            here = Path(place)
+            entries = [Entry(name, is_folder=True) for name in folders]
+            entries += _metadata_of(here) if "metadata" in folders else []
+            for kind in tables_among(entries).values():
+                self.remarks.append(
+                    f"{_relative(here, self._base)} is {kind}, and is not read: its log says which of its files count; "
+                    "write its rows as Parquet files into a folder of their own"
+                )
+                folders[:], names[:] = [], []
+            kept = sorted(
+                name
+                for name in folders
+                if is_data(name, is_folder=True)
+                and name not in _LEFT_OUT
+                and not (here / name / "bundle.json").exists()
             )
-        )
-        yield from (here / each for each in sorted(names) if each[0] not in "._")
+            if kept and len(here.parts) - root >= DEPTH_MAX:
+                self.remarks.append(
+                    f"{_relative(here, self._base)} has folders that were not looked into: they lie too deep"
+                )
+                kept = []
+            folders[:] = kept
+            yield from (here / name for name in sorted(names) if is_data(name))
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for number, path in enumerate(each for each in _walk(folder) if _ending(each)):
-        if number < FILES_MAX:
-            yield path
+def _metadata_of(folder: Path) -> list[Entry]:
+    found = LocalStorage().children(str(folder / "metadata"))
+    return [Entry(f"metadata/{entry.path}", entry.is_folder) for entry in found]
+
+
+def _one_remark(
+    path: Path, base: Path, remarks: list[str], look_at: Callable[[], _Seen]
+) -> _Seen | None:
+    """The one translator of what odd files raise: None, and a remark that names the file and the reason."""
+    try:
+        str(path).encode()
+        return look_at()
+    except UnicodeEncodeError:
+        reason = "has a name that is not UTF-8: rename it"
+    except UnicodeDecodeError:
+        reason = "is not UTF-8: convert it, e.g. with iconv -f latin1 -t utf-8"
+    except ERRORS as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        reason = f"cannot be read: {lines[0]}"
+    remarks.append(f"{_relative(path, base)} {reason}")
+    return None
+
+
+def _about_others(paths: Sequence[Path], base: Path) -> Iterator[str]:
+    """Remarks on files that no table is made of: what they seem to be, and what to do."""
+    found: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        if path.name.lower().endswith((".txt", ".txt.gz")):
+            found[
+                "is text: if its lines are `user item item ...`, name it in [sources] interactions, with "
+                'format = "lines"'
+            ].append(path)
+        elif not _ending(path) and (ending := _unread_ending(path)):
+            found[f"is not taken: {_UNREAD[ending]}"].append(path)
+    for reason, files in found.items():
+        more = f" (and {len(files) - 1} like it)" if len(files) > 1 else ""
+        yield f"{_relative(files[0], base)}{more} {reason}"
+
+
+def _unread_ending(path: Path) -> str | None:
+    name = path.name.lower()
+    return next((ending for ending in _UNREAD if name.endswith(ending)), None)
 
 
 def _ending(path: Path) -> str:
-    return next((each for each in _ENDINGS if path.name.endswith(each)), "")
+    name = path.name.lower()
+    return next((ending for ending in _ENDINGS if name.endswith(ending)), "")
 
 
-def _names(path: Path) -> tuple[str, list[str]]:
-    """Sign between fields, and names of the columns."""
-    if _ENDINGS[_ending(path)] == "parquet":
-        return ",", list(pa.parquet.read_schema(path).names)
-    with pa.input_stream(str(path), compression="detect") as raw:
-        head = raw.read(_HEAD_BYTES).partition(b"\n")[0].decode(errors="replace")
-    separator = max(_SEPARATORS, key=head.count)
-    with _csv(path, separator) as reader:
-        return separator, list(reader.schema.names)
+def _look_at(path: Path) -> _FileLook:
+    """Columns and first rows of a file, or the reason why it is no table."""
+    if _ENDINGS[_ending(path)] == "csv":
+        return _look_at_csv(path)
+    with pa.parquet.ParquetFile(path) as file:
+        names = tuple(file.schema_arrow.names)
+        found = _FileLook(path, "parquet", columns=names, rows=file.metadata.num_rows)
+        if twice := _twice(names):
+            return found._replace(remark=twice, is_table=False)
+        batch = next(file.iter_batches(SAMPLE_ROWS), None) if found.rows else None
+        rows = [] if batch is None else [batch]
+        return found._replace(sample=_plain_table(pa.Table.from_batches(rows, file.schema_arrow)))
 
 
-def _csv(path: Path, separator: str) -> Any:
-    skipping = pa.csv.ParseOptions(delimiter=separator, invalid_row_handler=lambda _: "skip")
-    reading = pa.csv.ReadOptions(block_size=_CSV_BYTES, use_threads=False)
-    return pa.csv.open_csv(path, read_options=reading, parse_options=skipping)
+def _look_at_csv(path: Path) -> _FileLook:
+    found = _FileLook(path, "csv")
+    # A part of its bytes, read to its end: no reader is left running behind the look.
+    with pa.input_stream(
+        str(path), compression="gzip" if path.name.lower().endswith(".gz") else None
+    ) as raw:
+        head: bytes = raw.read(_CSV_BYTES)
+        is_cut = len(head) == _CSV_BYTES
+    if head.startswith(_UTF_16):
+        return found._replace(
+            remark="is UTF-16: convert it with iconv -f utf-16 -t utf-8", is_table=False
+        )
+    if is_cut:
+        head = head[: head.rfind(b"\n") + 1]
+    header = head.partition(b"\n")[0].decode("utf-8-sig").strip("\r")
+    if not header.strip():
+        return found._replace(
+            remark="cannot be read: it is empty, or its first line is", is_table=False
+        )
+    separator = max(_SEPARATORS, key=header.count)
+    other_widths: list[Any] = []
+
+    def left_out(row: Any) -> str:
+        other_widths.append(row)
+        return "skip"
+
+    def parsed(**types: Any) -> Any:
+        return pa.csv.read_csv(
+            pa.BufferReader(head),
+            pa.csv.ReadOptions(use_threads=False, block_size=max(1, len(head))),
+            pa.csv.ParseOptions(delimiter=separator, invalid_row_handler=left_out),
+            pa.csv.ConvertOptions(column_types=types),
+        )
+
+    sample = parsed()
+    # Twenty digits are no float: what is written as whole numbers is an id as it is.
+    floats = {
+        field.name: pa.string() for field in sample.schema if pa.types.is_floating(field.type)
+    }
+    if floats:
+        texts = parsed(**floats)
+        for name in floats:
+            if is_digits(texts[name]):
+                sample = sample.set_column(sample.column_names.index(name), name, texts[name])
+    sample = sample.rename_columns([name.strip() for name in sample.column_names])
+    names = tuple(sample.column_names)
+    found = found._replace(separator=separator, columns=names)
+    if twice := _twice(names):
+        return found._replace(remark=twice, is_table=False)
+    if remark := _no_table(names):
+        return found._replace(remark=remark, is_table=False)
+    if not len(sample) and other_widths:
+        row = other_widths[0]
+        return found._replace(
+            remark=f"has {row.expected_columns} column names and {row.actual_columns} fields in each row: is there a "
+            f"{separator!r} behind the last one? Write as many fields as names",
+            is_table=False,
+        )
+    sample, again = _without_header(sample.slice(0, SAMPLE_ROWS))
+    remark = f"has its header again in {again:,} of its first rows" if again else None
+    if not len(sample):
+        remark = "has a header and no rows"
+    return found._replace(sample=sample, remark=remark)
 
 
-def _no_table(path: Path, names: list[str]) -> str | None:
-    """Reason why a file cannot be read as it is; None if it can."""
-    if _ENDINGS[_ending(path)] == "parquet":
-        return None
-    if any("::" in each for each in names):
+def _twice(names: Sequence[str]) -> str | None:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    return (
+        f"has several columns called {', '.join(map(repr, repeated))}: rename them"
+        if repeated
+        else None
+    )
+
+
+def _without_header(sample: Any) -> tuple[Any, int]:
+    """(rows that are not the header once more, how many were): all of a row's values are its columns' names."""
+    if not len(sample) or not all(pa.types.is_string(field.type) for field in sample.schema):
+        return sample, 0
+    is_header = None
+    for name in sample.column_names:
+        same = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(sample[name]), name), False)
+        is_header = same if is_header is None else pc.and_(is_header, same)
+    count = pc.sum(is_header).as_py() or 0
+    return (sample.filter(pc.invert(is_header)) if count else sample), count
+
+
+def _plain_table(table: Any) -> Any:
+    return pa.table([_plain(table[name]) for name in table.column_names], table.column_names)
+
+
+def _plain(column: Any) -> Any:
+    """A column in a type that can be compared: no dictionary, no views, whole decimals as texts of digits."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _plain(column.cast(kind.value_type))
+    if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
+        return column.cast(pa.string())
+    if pa.types.is_decimal(kind):
+        texts = pc.replace_substring_regex(column.cast(pa.string()), r"\.0+$", "")
+        return texts if is_digits(texts) else column.cast(pa.float64())
+    return column
+
+
+def is_digits(texts: Any) -> bool:
+    """True if each of some texts, which may be missing, is a whole number in digits."""
+    matches = pc.match_substring_regex(texts, r"^\s*[+-]?\d+\s*$")
+    return bool(len(texts) > texts.null_count and pc.all(matches, skip_nulls=True).as_py())
+
+
+def _no_table(names: Sequence[str]) -> str | None:
+    """Reason why a CSV file with these column names cannot be read as it is; None if it can."""
+    if any("::" in name for name in names):
         return "has fields between double colons: write it with commas"
-    if any(each.replace(".", "", 1).isdigit() for each in names):
+    if any(name.replace(".", "", 1).isdigit() for name in names):
         return "has no line of column names: put one above, e.g. user,item,timestamp"
     return None
 
 
-def _seen(files: list[Path], separator: str, all_files: list[Path], base: Path) -> FoundTable:
-    first = files[0]
-    kind = _ENDINGS[_ending(first)]
-    rows: int | None = None
-    if kind == "parquet":
-        sizes = [pa.parquet.read_metadata(each).num_rows for each in files]
-        rows = sum(sizes)
-        with pa.parquet.ParquetFile(first) as file:
-            sample = pa.Table.from_batches(
-                [next(file.iter_batches(SAMPLE_ROWS))] if sizes[0] else [], file.schema_arrow
-            )
-    else:
-        with _csv(first, separator) as reader:
-            sample = pa.Table.from_batches([reader.read_next_batch()])
-    columns = {each.name: _kind(each.type) for each in sample.schema}
-    size = sum(each.stat().st_size for each in files)
-    pattern = _pattern(files, all_files, base)
-    return FoundTable(pattern, tuple(files), kind, columns, sample, rows, size, separator)
+def _table_of(group: Sequence[_FileLook], base: Path) -> FoundTable:
+    """The table that files with the same columns are; its kinds are those of the first one with rows."""
+    first = next((file for file in group if len(file.sample)), group[0])
+    files = [file.path for file in group]
+    rows = [file.rows for file in group]
+    columns = {
+        name: _kind(first.sample.schema.field(name).type, first.sample[name])
+        for name in first.columns
+    }
+    return FoundTable(
+        _pattern(files, base),
+        tuple(files),
+        first.format,
+        columns,
+        first.sample,
+        None if None in rows else sum(filter(None, rows)),
+        sum(path.stat().st_size for path in files),
+        first.separator,
+    )
 
 
-def _pattern(files: list[Path], all_files: list[Path], base: Path) -> tuple[str, ...]:
-    """The shortest that names these files and no other: a wildcard, else each of them."""
+def _pattern(files: list[Path], base: Path) -> tuple[str, ...]:
+    """The shortest that names these files and no other, as a night reads it: a wildcard, else each of them."""
     if len(files) > 1:
-        ending, top = _ending(files[0]), Path(os.path.commonpath([each.parent for each in files]))
-        direct = [each for each in all_files if each.parent == top and each.name.endswith(ending)]
-        below = [
-            each for each in all_files if each.is_relative_to(top) and each.name.endswith(ending)
-        ]
-        for found, glob in ((direct, f"*{ending}"), (below, f"**/*{ending}")):
-            if sorted(found) == sorted(files):
-                return ((PurePosixPath(_relative(top, base)) / glob).as_posix(),)
-    return tuple(_relative(each, base) for each in files)
+        top = Path(os.path.commonpath([path.parent for path in files]))
+        endings = {path.name[-len(_ending(path)) :] for path in files}
+        wildcards = [f"{below}*{ending}" for ending in endings for below in ("", "**/")]
+        for wildcard in wildcards if len(endings) == 1 else ():
+            pattern = (PurePosixPath(_relative(top, base)) / wildcard).as_posix()
+            if _names(pattern, base) == {os.path.realpath(path) for path in files}:
+                return (pattern,)
+    return tuple(_relative(path, base) for path in files)
+
+
+def _names(pattern: str, base: Path) -> set[str]:
+    """Files that a night would read for a pattern."""
+    try:
+        return {os.path.realpath(str(path)) for path in source_files((pattern,), base)}
+    except SourceError:
+        return set()
 
 
 def _relative(path: Path, base: Path) -> str:
-    return Path(os.path.relpath(path, base)).as_posix()
+    shown = Path(os.path.relpath(path, base)).as_posix()
+    return shown.encode("utf-8", "backslashreplace").decode()
 
 
-def _kind(kind: Any) -> Kind:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+def _kind(kind: Any, values: Any) -> Kind:
     if pa.types.is_integer(kind):
         return "integer"
-    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+    if pa.types.is_floating(kind):
         return "float"
     if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind):
         return "vector" if pa.types.is_floating(kind.value_type) else "other"
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return "text"
+    if pa.types.is_string(kind):
+        return "integer" if is_digits(values) else "text"
     return "time" if pa.types.is_timestamp(kind) or pa.types.is_date(kind) else "other"

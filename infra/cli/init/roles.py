@@ -134,7 +134,8 @@ def _like_an_id(name: str, kind: Kind) -> bool:
 
 def _unfit(role: Role, name: str, kind: Kind) -> str:
     remedy = {
-        "float": "ids are text or whole numbers (pandas makes floats of numbers where one is missing: write Int64)"
+        "float": "ids are text or whole numbers (pandas makes floats of numbers where one is missing: make the column "
+        "Int64 before it is written, so that CSV has 17850 in place of 17850.0)"
         if role in ("user", "item")
         else "it is left out",
     }.get(kind, "it is left out")

@@ -1,7 +1,10 @@
 """`larder init`: what it recognises in a folder, what it writes, and what it leaves to the user."""
 
 import json
+import os
+import re
 import tomllib
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +297,209 @@ def test_a_bundle_that_is_there_is_used(here: Path, capsys: pytest.CaptureFixtur
 def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("larder: there is no folder nowhere")
+
+
+def clicks_of(rows: int, day: str = "a") -> dict[str, list[Any]]:
+    numbers = range(rows)
+    return {
+        "user": [f"u{number % 7}" for number in numbers],
+        "item": [f"{day}{number % 12}" for number in numbers],
+        "timestamp": [1_700_000_000 + number for number in numbers],
+    }
+
+
+def odd_latin1(path: Path) -> None:
+    path.with_suffix(".csv").write_bytes("user,item,größe\nu,i,1\n".encode("latin-1"))
+
+
+def odd_utf16(path: Path) -> None:
+    path.with_suffix(".csv").write_bytes("user,item\nu,i\n".encode("utf-16"))
+
+
+def odd_parquet(path: Path) -> None:
+    path.with_suffix(".parquet").write_bytes(b"PAR1 and nothing else PAR1")
+
+
+def odd_twice(path: Path) -> None:
+    columns = [pa.array(["u"]), pa.array(["i"]), pa.array(["v"])]
+    pq.write_table(
+        pa.Table.from_arrays(columns, ["user", "item", "user"]), path.with_suffix(".parquet")
+    )
+
+
+def odd_widths(path: Path) -> None:
+    path.with_suffix(".csv").write_text("user,item,timestamp\nu,i,1,\nu,j,2,\n")
+
+
+def odd_empty(path: Path) -> None:
+    path.with_suffix(".csv").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told_of_it"),
+    [
+        (odd_latin1, r"odd\.csv is not UTF-8: convert it"),
+        (odd_utf16, r"odd\.csv is UTF-16: convert it with iconv"),
+        (odd_parquet, r"odd\.parquet cannot be read"),
+        (odd_twice, r"odd\.parquet has several columns called 'user'"),
+        (odd_widths, r"odd\.csv has 3 column names and 4 fields .* behind the last one"),
+        (odd_empty, r"odd\.csv cannot be read: it is empty"),
+    ],
+)
+def test_an_odd_file_costs_one_remark_that_names_it_and_the_look_goes_on(
+    here: Path, capsys: pytest.CaptureFixture[str], spoil: Any, told_of_it: str
+) -> None:
+    write_csv(here / "clicks" / "a.csv", clicks_of(60))
+    spoil(here / "odd")
+
+    told = init(capsys)
+
+    assert told["interactions"] == ["clicks/a.csv"]
+    assert [note for note in told["notes"] if re.search(told_of_it, note)], told["notes"]
+    assert len([note for note in told["notes"] if "odd." in note]) == 1
+
+
+def test_a_file_whose_name_is_not_utf_8_costs_one_remark(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_csv(here / "a.csv", clicks_of(60))
+    name = os.fsdecode(b"gr\xf6sse.csv")
+    (here / name).write_text("user,item\nu,i\n")
+
+    told = init(capsys)
+
+    assert told["interactions"] == ["a.csv"]
+    assert any("name that is not UTF-8: rename it" in note for note in told["notes"])
+
+
+def test_a_day_with_a_header_alone_is_one_of_the_days(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "2023-11-14.csv").write_text("user,item,timestamp\n")
+    write_csv(here / "2023-11-15.csv", clicks_of(60))
+
+    told = init(capsys)
+
+    assert told["interactions"] == ["*.csv"]
+    assert told["columns"]["timestamp"] == "timestamp"
+    assert told["notes"] == ["2023-11-14.csv has a header and no rows"]
+
+
+def test_everyday_types_of_other_programs_are_columns_like_others(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Categoricals of pandas and Polars, string views, whole decimals of Oracle and Snowflake."""
+    clicks = clicks_of(60)
+    whole = pa.array([Decimal(number) for number in range(60)], pa.decimal128(38, 0))
+    table = {
+        "user": pa.array(clicks["user"]).dictionary_encode(),
+        "item": whole,
+        "timestamp": pa.array(clicks["timestamp"]).cast(pa.decimal128(22, 2)),
+    }
+    write_parquet(here / "clicks.parquet", table)
+    view = pa.array([f"i{number}" for number in range(12)], pa.string_view())
+    write_parquet(here / "items.parquet", {"item": view, "size": [1.0] * 12})
+
+    told = init(capsys)
+
+    assert told["columns"] == {
+        "user": "user", "item": "item", "timestamp": "timestamp", "weight": None,
+    }  # fmt: skip
+    assert told["features"] == {"item": "items.parquet"}
+
+
+def test_ids_of_twenty_digits_are_whole_numbers_in_csv(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = [str(10**19 + number) for number in range(60)]
+    write_csv(here / "a.csv", {**clicks_of(60), "user": ids})
+
+    assert init(capsys)["columns"]["user"] == "user"
+
+
+def test_a_header_in_the_middle_costs_no_times(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_csv(here / "a.csv", clicks_of(60))
+    text = (here / "a.csv").read_text()
+    (here / "a.csv").write_text(text + text)
+
+    told = init(capsys)
+
+    assert told["columns"]["timestamp"] == "timestamp"
+    assert told["notes"] == ["a.csv has its header again in 1 of its first rows"]
+
+
+def test_what_another_program_left_in_a_folder_is_in_no_pattern(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A night reads just the files that this command looked at."""
+    for part in ("day=1/a", "day=2/b", "_temporary/0/c", "day=2/.d", "day=2/~$e"):
+        write_parquet(here / "clicks" / f"{part}.parquet", clicks_of(60, part))
+
+    told = init(capsys)
+
+    assert told["interactions"] == ["clicks/**/*.parquet"]
+    config = night_config("larder.toml", {})
+    batches = list(read_interactions(config.sources, config.path(".")))
+    assert sum(len(batch.users) for batch in batches) == 120
+
+
+@pytest.mark.parametrize("log", ["_delta_log/0.json", "metadata/v1.metadata.json"])
+def test_a_table_with_a_log_is_named_and_left_out(
+    here: Path, capsys: pytest.CaptureFixture[str], log: str
+) -> None:
+    write_csv(here / "a.csv", clicks_of(60))
+    write_parquet(here / "lake" / "clicks" / "data" / "b.parquet", clicks_of(6000))
+    (here / "lake" / "clicks" / log).parent.mkdir(exist_ok=True)
+    (here / "lake" / "clicks" / log).write_text("{}")
+
+    told = init(capsys)
+
+    assert told["interactions"] == ["a.csv"]
+    assert any(
+        re.match(r"lake/clicks is an? \w+ table, and is not", note) for note in told["notes"]
+    )
+
+
+def test_a_history_in_one_field_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    histories = [" ".join(f"i{number + step}" for step in range(5)) for number in range(60)]
+    write_csv(here / "a.csv", {"user_id": list(range(60)), "items": histories})
+
+    told = init(capsys)
+
+    assert any("whole history in each field" in note for note in told["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "told_of_it"),
+    [
+        ("reviews.json", "JSON is not read"),
+        ("clicks.csv.zst", "unpack it, or compress it with gzip"),
+        ("u.data", r"rename it to \.tsv"),
+        ("clicks.xlsx", "save the sheet as CSV"),
+        ("train.TXT", r"user item item"),
+    ],
+)
+def test_files_that_are_not_taken_are_named_with_the_reason(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, told_of_it: str
+) -> None:
+    (here / name).write_bytes(b"196\t242\t3\t881250949\n")
+
+    told = init(capsys, code=3)
+
+    assert [note for note in told["notes"] if note.startswith(name)]
+    assert re.search(told_of_it, told["notes"][0])
+
+
+def test_files_in_capitals_and_deep_folders_are_taken(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_csv(here / "year=2023" / "month=11" / "day=14" / "hour=3" / "CLICKS.CSV", clicks_of(60))
+
+    told = init(capsys)
+
+    assert told["interactions"] == ["year=2023/month=11/day=14/hour=3/CLICKS.CSV"]
+    config = night_config("larder.toml", {})
+    (batch,) = read_interactions(config.sources, config.path("."))
+    assert len(batch.users) == 60
