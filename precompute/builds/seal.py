@@ -144,6 +144,7 @@ def seal(made: Build) -> Manifest:
             "unusable": merged([begun.get("unusable", {}), *(
                 report[kind].get("unusable", {}) for report in reports for kind in ("users", "items")
             )]),
+            **({"remarks": begun["remarks"]} if begun.get("remarks") else {}),
             "vocabulary_digest": bundle.vocabulary_digest,
             REUSE: reuse_of(made, reports),
             FACT: models.get("probe"),  # none where an earlier version had taken that step

@@ -21,6 +21,7 @@ from precompute.reference.train import ReferenceData, train
 from precompute.sources.columns import Ids
 from precompute.sources.files import source_file
 from precompute.sources.interactions import Counted, Numbered
+from precompute.sources.plausibility import LEAST_ITEMS, LEAST_USERS, demand_least
 from precompute.sources.readers import feature_schema, read_features, read_interactions
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
@@ -49,11 +50,20 @@ def train_reference(
         raise SourceError("the sources hold no interaction to train on")
     user_rows, user_count = users.codes()
     item_rows, item_ids = items.codes(), items.names
+    demand_least(user_count, len(item_ids))
+    last_item = np.empty(user_count, np.int64)
+    last_item[user_rows] = item_rows
+    categories = _categories(config, item_ids)
+    if categories is None and (last_item[user_rows] == item_rows).all():
+        raise SourceError(
+            f"too little data: each of the {user_count:,} users has one item, so no item is like another; at least "
+            f"{LEAST_USERS} users need {LEAST_ITEMS} items or more. Is the right column named for users?",
+            users=user_count,
+            items=len(item_ids),
+        )
     when = np.concatenate(times)
     is_timed = bool((when != when[0]).any())
-    data = ReferenceData(
-        user_rows, item_rows, item_ids, _categories(config, item_ids), when if is_timed else None
-    )
+    data = ReferenceData(user_rows, item_rows, item_ids, categories, when if is_timed else None)
     target = config.path(config.bundle)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:

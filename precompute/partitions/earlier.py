@@ -17,6 +17,7 @@ from precompute.partitions.shard_files import (
     read_batches,
     shard_paths,
 )
+from precompute.sources.plausibility import RowCounts
 
 POPULARITY = "work/popularity.i64"
 """Number of interactions with each item, int64 [items]."""
@@ -29,7 +30,7 @@ UNKNOWN_SEED = 0
 class InteractionCounts:
     """Counts of interactions: all before the cut, those with unknown items, those of each item; and those after it.
 
-    `unknown` are the hashes of the unknown items' ids, sorted.
+    `unknown` are the hashes of the unknown items' ids, sorted. `rows` are None where an older release counted none.
     """
 
     interactions: int
@@ -37,6 +38,7 @@ class InteractionCounts:
     popularity: NDArray[np.int64]
     unknown: NDArray[np.uint64]
     late: int
+    rows: RowCounts | None
 
 
 def write_counts(root: Path, counted: InteractionCounts) -> list[str]:
@@ -65,6 +67,7 @@ class Earlier:
     unknown_items: int
     unusable: Mapping[str, Any]
     event_files: int = 0
+    row_counts: RowCounts | None = None
 
     def rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
         """Batches of a shard's rows as this night numbers the items, with the users who lost one."""

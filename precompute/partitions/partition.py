@@ -1,5 +1,6 @@
 """Partition: one pass over the sources that puts every entity's rows into the file of its hash shard."""
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -56,6 +57,7 @@ from precompute.partitions.user_tables import (
 from precompute.sources.columns import text_hashes
 from precompute.sources.event_values import NO_VALUES, EntityValues
 from precompute.sources.files import SourceFile
+from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import Interactions, read_interactions
 from precompute.sources.unusable import AGAIN, CASES, Unusable, merged
 
@@ -220,6 +222,7 @@ def _write(
 ) -> InteractionCounts:
     popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
     count = without_item = newer = 0
+    row_counts: RowCounts | None = RowCounts()
 
     def told(batch: Interactions) -> None:
         nonlocal newer
@@ -236,6 +239,7 @@ def _write(
         touched = None
         if earlier is not None:
             count = earlier.interactions
+            row_counts = copy.deepcopy(earlier.row_counts)
             popularity, without_item, known = earlier.counted(items.count)
             unknown.add(known)
             touched = others.enter_context(_files(folder, TOUCHED, config.shards, _TOUCHED))
@@ -272,6 +276,8 @@ def _write(
                 # Anybody sends events: users of items that nobody knows would make the coverage as low as they like.
                 batch = batch.only(ordinals >= 0)
                 hashes, ordinals = hashes_of_names(batch.users, seed, hasher), known
+            if row_counts is not None:
+                row_counts.add(hashes[batch.users.codes], batch.times)
             codes, shards = batch.users.codes, shard_of(hashes, config.shards).astype(np.uint16)
             ids.write(pa.table([batch.users.names, hashes], schema=IDS), shards)
             placed_rows = [hashes[codes], ordinals, batch.times]
@@ -281,7 +287,7 @@ def _write(
             rows.write(pa.table(placed_rows, schema=schema), shards[codes])
             if touched is not None:
                 touched.write(pa.table([hashes], schema=_TOUCHED), shards)
-    return InteractionCounts(count, without_item, popularity, unknown.all(), newer)
+    return InteractionCounts(count, without_item, popularity, unknown.all(), newer, row_counts)
 
 
 def _files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:

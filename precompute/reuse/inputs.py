@@ -26,6 +26,7 @@ from precompute.reuse.base import Base
 from precompute.reuse.items import places_of_items, turned
 from precompute.sources.columns import text_hashes
 from precompute.sources.formats import INTERACTIONS
+from precompute.sources.plausibility import RowCounts
 
 ERASED: Final = "other erasures than the base left out"
 LATE: Final = "the base left out interactions from after its cut"
@@ -156,6 +157,7 @@ def _taken(
         unknown=unknown,
         interactions=begun["interactions"],
         unknown_items=begun["unknown_items"],
+        row_counts=RowCounts.of_report(begun["rows"]) if begun.get("rows") else None,
         unusable={
             name: each
             for name, each in begun["unusable"].items()

@@ -4,15 +4,16 @@ Nothing of this refuses a night: a person may know why it is right.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any, Final
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from cache.errors import SourceError
 from precompute.sources.readers import Interactions
 
 JUDGED_ROWS: Final = 20
@@ -31,6 +32,143 @@ LEAST_USERS: Final = 2
 LEAST_ITEMS: Final = 2
 """Numbers of users and items below which there is nothing to learn and nothing to recommend."""
 _SEVERAL_WORDS: Final = r"\S[\s,;|]+\S"
+
+
+_NO_TIME_US: Final = int(np.iinfo(np.int64).min)
+_BUCKETS: Final = 1024
+"""Counters of users' rows, by the first bits of the hash: another user seldom shares that of one with many rows."""
+_BUCKET_SHIFT: Final = np.uint64(64 - 10)
+
+
+@dataclass(slots=True, eq=False)
+class RowCounts:
+    """Counts of rows of interactions that do not depend on their order, so that those of two parts can be added."""
+
+    user_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_BUCKETS, np.int64))
+    untimed: int = 0
+    newest_us: int = _NO_TIME_US
+
+    @classmethod
+    def of_report(cls, report: Mapping[str, Any]) -> Self:
+        """Counts as `to_json` wrote them down."""
+        rows = np.array(report["user_rows"], np.int64)
+        return cls(rows, int(report["untimed"]), int(report["newest_us"]))
+
+    def add(self, hashes: NDArray[np.uint64], times: NDArray[np.int64]) -> None:
+        """More rows: the hashes of their users, and their times in microseconds since 1970, 0 for none."""
+        self.user_rows += np.bincount(
+            (hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_BUCKETS
+        )
+        self.untimed += int((times == 0).sum())
+        self.newest_us = max(self.newest_us, _newest(times))
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts for a report."""
+        return {
+            "user_rows": self.user_rows.tolist(),
+            "untimed": self.untimed,
+            "newest_us": self.newest_us,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape of a table of interactions, by which `remarks` judge it; an id that is named stands in no report."""
+
+    rows: int
+    users: int
+    items: int
+    most_of_user: int
+    most_of_item: int
+    untimed: int
+    newest_us: int
+    user: str | None = None
+    item: str | None = None
+    holds_lists: bool = False
+
+    @classmethod
+    def of_batch(cls, batch: Interactions) -> Self:
+        """Shape of some rows, with the names of the ids that have most of them."""
+        users, items = (np.bincount(ids.codes) for ids in (batch.users, batch.items))
+        return cls(
+            rows=len(batch.times),
+            users=len(users),
+            items=len(items),
+            most_of_user=int(users.max(initial=0)),
+            most_of_item=int(items.max(initial=0)),
+            untimed=int((batch.times == 0).sum()),
+            newest_us=_newest(batch.times),
+            user=str(batch.users.names[int(users.argmax())]) if len(users) else None,
+            item=str(batch.items.names[int(items.argmax())]) if len(items) else None,
+            holds_lists=hold_lists(batch.items.texts()),
+        )
+
+
+def remarks(shape: Shape) -> list[str]:
+    """What looks odd about interactions, in words that name the figure and what to do."""
+    found = []
+    if few := few_in_words(shape.users, shape.items):
+        found.append(few)
+    if shape.rows < JUDGED_ROWS:
+        return found
+    for kind, count, most, name in (
+        ("user", shape.users, shape.most_of_user, shape.user),
+        ("item", shape.items, shape.most_of_item, shape.item),
+    ):
+        # With few ids a fifth of the rows is no more than a share.
+        if most >= ONE_ID_SHARE * shape.rows and count >= 5 / ONE_ID_SHARE:
+            which = f"the {kind} {name!r}" if name is not None else f"one {kind}"
+            found.append(
+                f"{which} has {most / shape.rows:.0%} of all rows: if that id stands for nobody in particular, or for "
+                "a missing one, leave its rows out"
+            )
+    if shape.items >= ONCE_SHARE * shape.rows:
+        several = ", and nearly all hold several words" if shape.holds_lists else ""
+        found.append(
+            f"{shape.items:,} items in {shape.rows:,} rows: nearly each comes once{several}, so nothing can be "
+            "learnt of them. Is the right column named, and does a row hold one item of one user?"
+        )
+    if shape.untimed < shape.rows and shape.newest_us < OLDEST_US:
+        newest = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=shape.newest_us)
+        found.append(
+            f"the newest time is {newest:%Y-%m-%d}: times are read as seconds since 1970, or as dates; are they in "
+            "another unit?"
+        )
+    if 0 < shape.untimed < shape.rows:
+        found.append(
+            f"{shape.untimed / shape.rows:.0%} of the rows have no time, and count as the oldest of all: fill the "
+            "times in"
+        )
+    return found
+
+
+def few_in_words(users: int, items: int) -> str | None:
+    """Remark on so few users or items that what gates measure varies by chance; None where there are enough."""
+    if users >= FEW_USERS and items >= FEW_ITEMS:
+        return None
+    return (
+        f"too little data to judge by: {_numbers(users, items)}; shares of them vary by chance below about "
+        f"{FEW_USERS} users and {FEW_ITEMS} items"
+    )
+
+
+def demand_least(users: int, items: int) -> None:
+    """Raises SourceError for fewer users or items than a night can be made of."""
+    if users < LEAST_USERS or items < LEAST_ITEMS:
+        raise SourceError(
+            f"too little data: {_numbers(users, items)}; at least {LEAST_USERS} users and {LEAST_ITEMS} items are "
+            f"needed, and lists say something from about {FEW_USERS} users and {FEW_ITEMS} items on",
+            users=users,
+            items=items,
+        )
+
+
+def _newest(times: NDArray[np.int64]) -> int:
+    return int(times[times != 0].max(initial=_NO_TIME_US))
+
+
+def _numbers(users: int, items: int) -> str:
+    return f"{users:,} user{'s' * (users != 1)} and {items:,} item{'s' * (items != 1)}"
 
 
 def hold_lists(texts: Any) -> bool:

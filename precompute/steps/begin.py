@@ -52,6 +52,7 @@ from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
 from precompute.sources.files import InputFiles, digest_of, pin
 from precompute.sources.formats import INTERACTIONS
+from precompute.sources.plausibility import RowCounts, Shape, demand_least, remarks
 from precompute.sources.unusable import Unusable, merged
 from precompute.steps import take_events
 
@@ -134,8 +135,9 @@ def in_night(night: Night) -> StepRow:
         return StepRow(found, f"{name} is live already{told}")
     begun = Build(night.config, night.config.store(), name).need("begin")
     told = unlisted_in_words(begun, night.config) + _featured_in_words(begun) + told
+    odd = "".join(f"\nnote: {remark}" for remark in begun.get("remarks", []))
     return StepRow(
-        found, f"{name} ({_read(begun)})\n{base_in_words(begun.get('base') or {})}{told}"
+        found, f"{name} ({_read(begun)})\n{base_in_words(begun.get('base') or {})}{told}{odd}"
     )
 
 
@@ -172,6 +174,21 @@ def _read(begun: Mapping[str, Any]) -> str:
     rows = sum(source["rows"] for source in seen)
     told = f"{begun['interactions']:,} interactions of {rows:,} rows"
     return f"{told}; left out: {reasons}" if reasons else told
+
+
+def _shape(seen: Partitioned, items: int) -> Shape:
+    """Shape of all rows that were read; no id is named, since reports outlive an erasure."""
+    counted, rows = seen.counted, seen.counted.rows or RowCounts()
+    named = int((counted.popularity > 0).sum()) + len(counted.unknown)
+    return Shape(
+        rows=int(rows.user_rows.sum()),
+        users=seen.users,
+        items=named if counted.interactions else items,
+        most_of_user=int(rows.user_rows.max(initial=0)),
+        most_of_item=int(counted.popularity.max(initial=0)),
+        untimed=rows.untimed,
+        newest_us=rows.newest_us,
+    )
 
 
 def _begin(
@@ -295,6 +312,10 @@ def _prepare(
         pinned = pinning.result()
     if not seen.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
+    if config.sources.interactions:
+        demand_least(seen.users, items.count)
+    odd = remarks(_shape(seen, items.count)) if seen.counted.rows is not None else []
+    odd += bundle.training.get("remarks", [])
     counts_clicks = bool(config.sources.interactions)  # else `embed_items` makes the defaults
     if counts_clicks:
         popular = partial(catalogue.popular, items, seen.counted.popularity)
@@ -335,6 +356,7 @@ def _prepare(
             "generation": base and base.generation, "has_lists": base is not None and base.has_lists,
             "why": why, "took_over": seen.took_over, "read_because": all_read,
         },
+        "rows": None if counted.rows is None else counted.rows.to_json(), "remarks": odd,
         "kept": {
             each.path: {"size_bytes": each.size_bytes, "sha256": each.sha256}
             for each in map(build.describe, kept)

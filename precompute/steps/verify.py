@@ -44,6 +44,7 @@ from precompute.releases.registry import open_releases
 from precompute.releases.release import Releases
 from precompute.releases.replication import run_ids
 from precompute.releases.sweep import take_back
+from precompute.sources.plausibility import few_in_words
 from precompute.steps import load
 
 
@@ -92,6 +93,9 @@ def run(
         path = generation_path(made.generation, "manifest.json")
         if failed := [each for each in verdicts if not each.passed]:
             reasons = "; ".join(reason(made.generation, each) for each in failed)
+            named, items = manifest.facts["users_in_source"], manifest.entity_sets["item"].count
+            if few := few_in_words(named, items):
+                reasons = f"{few}: {reasons}"
             # Refused before its verdicts are to be read: whatever dies in between, nobody publishes it.
             releases.refuse(made.generation, reason=reasons, attempt=attempt)
             made.store.write(path, manifest.to_bytes())

@@ -70,6 +70,7 @@ DASHBOARD: Json = _object(
             role=_maybe("string", "Of those that this replica holds"), published_at=_maybe("number"),
             data_until=_maybe("number"), bytes=_maybe("integer"), records=_maybe("integer"),
             gates=_list({"type": "object"}), reason=_maybe("string"),
+            remarks=_list({"type": "string"}),
             events_until=_maybe("string", "Position up to which it has all events"),
         )
     ),

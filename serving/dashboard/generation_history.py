@@ -36,7 +36,7 @@ class GenerationFacts:
 
 
 _UNKNOWN: Mapping[str, Any] = {
-    "data_until": None, "bytes": None, "records": None, "gates": [], "events_until": None,
+    "data_until": None, "bytes": None, "records": None, "gates": [], "remarks": [], "events_until": None,
 }  # fmt: skip
 
 
@@ -104,6 +104,7 @@ def _kept(
             "bytes": sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
             "records": sum(part.count for each in manifest.stored.values() for part in each.parts),
             "gates": [_gate(each) for each in manifest.gates],
+            "remarks": [str(remark) for remark in manifest.facts.get("remarks", [])],
             "events_until": None if manifest.events is None else manifest.events.until,
         },
         manifest.created_at - before_seal,

@@ -70,6 +70,7 @@ def hollow() -> Dashboard:
         data[name] = [each | {key: f"{name}-{i}"} for i, each in enumerate(data[name])]
     for each in data["generations"]:
         each["gates"] = None
+        each["remarks"] = None
     for each in data["nights"]:
         each["steps"] = None
     data["breakers"], data["advisor"]["curve"] = {}, []

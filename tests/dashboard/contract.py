@@ -65,6 +65,7 @@ class Generation(TypedDict):
     records: Number
     gates: list[Gate] | None
     reason: str | None
+    remarks: list[str] | None
 
 
 class Schedule(TypedDict):

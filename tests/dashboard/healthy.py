@@ -202,7 +202,7 @@ def _generation(
             {"rule": rule, "value": round(draw.uniform(0.95, 1), 5), "threshold": 0.9, "verdict": "passed"}
             for rule in RULES
         ],
-        "reason": None,
+        "reason": None, "remarks": ["10% of the rows have no time, and count as the oldest of all"],
     }  # fmt: skip
 
 

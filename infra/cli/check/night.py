@@ -15,6 +15,7 @@ def look_at_sources(config: "NightConfig") -> Found:
         return "not used", f"by the service; {line}"
     from precompute.sources.files import all_files, source_file
     from precompute.sources.formats import INTERACTIONS
+    from precompute.sources.plausibility import Shape, demand_least, remarks
     from precompute.sources.readers import feature_schema, read_interactions, row_count
     from precompute.sources.unusable import Unusable
 
@@ -43,8 +44,13 @@ def look_at_sources(config: "NightConfig") -> Found:
     found = f"{len(files)} file{'s' * (len(files) > 1)}"
     if not sources.interactions:
         return "ok", f"{found}, none of interactions: users are those of {sources.user_vectors}"
+    assert first is not None  # noqa: S101 - it has rows
+    shape = Shape.of_batch(first)
+    if is_all:
+        demand_least(shape.users, shape.items)
+    odd = "".join(f"; {remark}" for remark in remarks(shape)) if is_all or shape.rows else ""
     told = f"{found}; {rows:,} interactions" + ("" if is_all else " in the first rows")
-    return "ok", told + (f", {left_out:,} rows that cannot be used" if left_out else "")
+    return "ok", told + (f", {left_out:,} rows that cannot be used" if left_out else "") + odd
 
 
 def look_at_bundle(config: "NightConfig") -> Found:

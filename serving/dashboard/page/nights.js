@@ -76,6 +76,7 @@ function opened(generation) {
       ["Records", isNumber(generation.records) ? count(generation.records) : unknown()],
       ["Epoch", isNumber(generation.epoch) ? String(generation.epoch) : unknown()],
       generation.reason ? ["Reason", shown(generation.reason)] : null,
+      ...list(generation.remarks).map((remark) => ["Looks odd", shown(remark)]),
     ]),
     gates.length
       ? table(`Gates of ${generation.generation}`, ["Rule", "Measured", "Threshold", "Verdict"],

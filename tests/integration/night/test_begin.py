@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import BundleError, Refused, StoreError
@@ -52,6 +53,25 @@ def test_weights_beside_a_model_that_the_bundle_does_not_list_are_refused_by_nam
         begin.run(config, data_until=UNTIL, run_after=None)
 
     assert caught.value.details["model"] == "user_tower"
+
+
+def test_what_looks_odd_about_the_interactions_is_told_with_the_night_and_kept(config):
+    """Counted once, over all rows: by a night that reads all, and by one that copies the first file's partition."""
+    table = pq.read_table(config.path("interactions.parquet"))
+    bot = pa.array(["0"] * (len(table) // 2), table.schema.field("user").type)
+    some = table.slice(0, len(bot))
+    place = table.column_names.index("user")
+    pq.write_table(some.set_column(place, "user", bot), config.path("more.parquet"))
+    sources = replace(config.sources, interactions=("interactions.parquet", "more.parquet"))
+    config = replace(config, sources=sources)
+
+    found = begin.run(config, data_until=None, run_after=None, named=UNTIL)
+    begun = Build(config, config.store(), found["generation"]).need("begin")
+
+    told = [remark for remark in begun["remarks"] if "has 3" in remark]
+    assert told and told[0].startswith("one user has 33% of all rows")
+    assert any("too little data to judge by" in remark for remark in begun["remarks"])
+    assert sum(begun["rows"]["user_rows"]) == begun["interactions"]
 
 
 def test_a_file_from_the_future_names_no_generation(config):

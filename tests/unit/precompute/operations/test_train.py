@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cache.errors import SourceError
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources
 from precompute.operations import train as operation
 from precompute.operations.train import train_reference
@@ -68,6 +69,19 @@ def test_a_training_asks_for_the_texts_of_no_column(tmp_path, monkeypatch):
     monkeypatch.setattr(Ids, "texts", texts)
 
     assert train_reference(config)["items"] == 30
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        (["only"], "1 user and 1 item; at least 2 users and 2 items are needed"),
+        (["only"] * 10, "10 users and 1 item; at least 2 users"),
+        ([f"item-{row}" for row in range(10)], "each of the 10 users has one item"),
+    ],
+)
+def test_too_little_to_learn_from_is_said_as_that(tmp_path, items, said):
+    with pytest.raises(SourceError, match=f"too little data: {said}"):
+        train_reference(prepared(tmp_path, items))
 
 
 def test_no_python_object_is_made_of_each_item(tmp_path, handed):

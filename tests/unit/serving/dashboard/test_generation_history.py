@@ -78,6 +78,16 @@ def test_a_generation_is_told_with_its_release_gates_and_size(night: Night) -> N
     }  # fmt: skip
 
 
+def test_what_looked_odd_about_the_inputs_of_a_night_is_told(night: Night) -> None:
+    night.make(G1, facts={"remarks": ["one user has 31% of all rows"]})
+    night.make(G2)
+
+    found = night.read({G1: {"state": "live"}, G2: {"state": "loaded"}})[0]
+
+    assert found[G1]["remarks"] == ["one user has 31% of all rows"]
+    assert found[G2]["remarks"] == []
+
+
 def test_steps_stand_in_the_order_of_a_night_with_the_late_ones_from_their_own_files(
     night: Night,
 ) -> None:
