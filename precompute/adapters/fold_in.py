@@ -29,6 +29,9 @@ TOLERANCE = 1e-6
 """Error of a vector, relative to its largest number, at which no more steps are taken."""
 CHANCE = 0.55
 """Share of pairs in which what a user clicked scores above a random item; below it, ids and rows do not belong."""
+DEVIATIONS = 3.0
+USERS_LEAST = 20
+"""Users with a click below whom nothing is judged: one user's clicks are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +65,39 @@ def demand_taste(
     rng: np.random.Generator,
 ) -> None:
     """Raises SourceError where users' vectors rank what they clicked no better than any other item."""
+    if (share := share_by_chance(items, users, clicks, rng)) is not None:
+        raise as_by_chance(share)
+
+
+def as_by_chance(share: float) -> SourceError:
+    """Error for clicks that score above a random item in this share of pairs."""
+    return SourceError(
+        f"what users clicked scores above a random item in {share:.0%} of pairs, as by chance: give all ids in the "
+        "order of their rows, or, where these clicks are only to be left out of lists, import without them and "
+        "name their file in [sources] interactions",
+        share=share,
+    )
+
+
+def share_by_chance(
+    items: NDArray[np.float32],
+    users: NDArray[np.float32],
+    clicks: ClickMatrix,
+    rng: np.random.Generator,
+) -> float | None:
+    """Share of pairs in which what a user clicked scores above a random item, if that is as by chance; else None.
+
+    None, too, for few clicks or users: `CHANCE` has to lie DEVIATIONS standard deviations of such a share above it.
+    """
     pairs = clicks.matrix.tocoo()
-    if not pairs.nnz:
-        return
+    if np.count_nonzero(np.diff(clicks.matrix.indptr)) < USERS_LEAST:
+        return None
     some = rng.choice(pairs.nnz, min(pairs.nnz, 20_000), replace=False)
     vectors = users[pairs.row[some]]
     clicked = np.einsum("ij,ij->i", vectors, items[pairs.col[some]])
     other = np.einsum("ij,ij->i", vectors, items[rng.integers(len(items), size=len(some))])
     share = float(((clicked > other) + 0.5 * (clicked == other)).mean())
-    if share < CHANCE:
-        raise SourceError(
-            f"what users clicked scores above a random item in {share:.0%} of pairs, as by chance: give all ids in the "
-            "order of their rows, or, where these clicks are only to be left out of lists, import without them and "
-            "name their file in [sources] interactions",
-            share=share,
-        )
+    return share if share + DEVIATIONS * 0.5 / np.sqrt(len(some)) < CHANCE else None
 
 
 def choose(

@@ -135,6 +135,8 @@ class Imported:
     cannot: tuple[str, ...]
     item_tower: ModelFile | None = None
     features: Mapping[str, Any] = field(default_factory=dict)
+    share_by_chance: float | None = None
+    """Share of pairs in which what users clicked scores above a random item, where that is no more than by chance."""
 
 
 def write_folder(to: Path, made: Imported, began: float) -> ImportReport:

@@ -91,6 +91,10 @@ def ids_of(ids: Any, what: str) -> Any:
     return texts
 
 
+class NothingKnown(SourceError):
+    """No click is of a known user on a known item."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ClickMatrix:
     """Clicks of users on items, by the rows of both: a CSR matrix [users, items] of weights above 0.
@@ -151,7 +155,7 @@ class ClickMatrix:
     def read(cls, batches: Iterable[Interactions], where: str, users: Any, items: Any) -> Self:
         """Clicks as a night reads them; those of users (None: everybody is) and items that are not known are left out.
 
-        Raises SourceError where that leaves none, naming `where` they came from.
+        Raises NothingKnown where that leaves none, naming `where` they came from.
         """
         columns, numbered = Vocabulary.of(pa.chunked_array([items])), Numbered()
         rows: list[NDArray[np.int64]] = []
@@ -169,7 +173,7 @@ class ClickMatrix:
             row, names = known.places(names)[row], users
         kept = (row >= 0) & (column >= 0)
         if not kept.any():
-            raise SourceError(
+            raise NothingKnown(
                 f"{where}: not one click is of a known user on a known item; are the ids the same?"
             )
         found = cls.in_order(row[kept], column[kept], time[kept], names, len(items))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric
-from precompute.adapters.fold_in import choose, demand_taste, ridges
+from precompute.adapters.fold_in import as_by_chance, choose, ridges, share_by_chance
 from precompute.adapters.folder import Imported, ImportReport, write_folder
 from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.towers import Fold
@@ -61,12 +61,17 @@ def import_vectors(
     item_tower: ModelFile | None = None,
     features: Mapping[str, Any] | None = None,
 ) -> ImportReport:
-    """Make a folder of checked vectors and clicks; the rest is as in `model_of`."""
+    """Make a folder of checked vectors and clicks; the rest is as in `model_of`.
+
+    Raises SourceError where users' vectors rank what they clicked no better than any other item.
+    """
     began = time.perf_counter()
     made = model_of(
         items, users, clicks, folds=folds, metric=metric, model=model, cannot=cannot, seed=seed, item_tower=item_tower,
         features=features,
     )  # fmt: skip
+    if made.share_by_chance is not None:
+        raise as_by_chance(made.share_by_chance)
     return write_folder(to, made, began)
 
 
@@ -95,8 +100,9 @@ def model_of(
         raise SourceError(
             f"users' vectors have {users.dims} numbers, items' {items.dims}: give both of one fitted model"
         )
+    share = None
     if users is not None and clicks is not None:
-        demand_taste(items.rows, users.rows, clicks, rng)
+        share = share_by_chance(items.rows, users.rows, clicks, rng)
     tried = folds or _folds(items.rows, None if users is None else users.rows, clicks, rng)
     chosen = choose(tried, items.rows, clicks, metric, rng)
     limits = list(cannot)
@@ -111,7 +117,7 @@ def model_of(
         )
     return Imported(
         model, items, chosen.tower, chosen.spec, metric, chosen.name, chosen.recalls, users, clicks, tuple(limits),
-        item_tower, features or {},
+        item_tower, features or {}, share,
     )  # fmt: skip
 
 

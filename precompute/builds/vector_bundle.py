@@ -19,7 +19,7 @@ from cache.errors import SourceError
 from cache.events.new_item_tower import OUTPUT_MAX
 from cache.model.tower_spec import InputSpec
 from precompute.adapters.folder import bundle_of
-from precompute.adapters.given import ClickMatrix, Vectors
+from precompute.adapters.given import ClickMatrix, NothingKnown, Vectors
 from precompute.adapters.vectors import model_of
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import bundle_made_of
@@ -37,6 +37,8 @@ from precompute.sources.vocabulary import repeats_in
 USERS_MAX = 20_000
 """Users, those with the lowest hashes, by whose vectors and clicks the fold is chosen: enough, and few to hold."""
 SEED = 0x5DEECE66D
+_EVERYBODY = np.uint64(2**64 - 1)
+"""Limit of hashes that leaves nobody out."""
 
 
 @contextmanager
@@ -88,14 +90,22 @@ def make_bundle(
     sources = config.sources
     items, limit = _with_brought(_items(config, erased), brought), _limit(config, before, files)
     users = _users(config, items, limit, erased) if sources.user_vectors else None
-    clicks = (
-        _clicks(config, items, users, limit, before, erased, files)
-        if sources.interactions
-        else None
-    )
+    clicks, odd = None, list[str]()
+    if sources.interactions:
+        clicks, odd = _clicks(config, items, users, limit, before, erased, files)
     made = model_of(items, users, clicks, metric=sources.vector_metric)
+    if made.share_by_chance is not None:
+        odd.append(_chance_in_words(made.share_by_chance))
     _, (table,) = pin([source_file(str(sources.item_vectors), config.path("."))])
-    return bundle_of(made, folder, item_vectors=table)
+    return bundle_of(made, folder, item_vectors=table, **({"remarks": odd} if odd else {}))
+
+
+def _chance_in_words(share: float) -> str:
+    return (
+        f"what users clicked scores above a random item in {share:.0%} of pairs, as by chance: if the vectors were "
+        "fitted on such clicks, their ids and rows do not belong together; if the clicks are only to be left out of "
+        "lists, all is well"
+    )
 
 
 def _items(config: NightConfig, erased: Erased) -> Vectors:
@@ -148,7 +158,10 @@ def _with_brought(items: Vectors, brought: Mapping[bytes, Sequence[float]]) -> V
 def _limit(
     config: NightConfig, before: datetime | None, files: Sequence[SourceFile] | None
 ) -> np.uint64:
-    """The highest of the USERS_MAX lowest hashes of users: of those with vectors, else of those who did something."""
+    """The highest of the USERS_MAX lowest hashes of users with vectors, else of those who did something.
+
+    _EVERYBODY where there are fewer.
+    """
     found = Distinct(USERS_MAX)
     if config.sources.user_vectors:
         for ids, _ in _user_vectors(config):
@@ -158,7 +171,7 @@ def _limit(
             config.sources, Path(config.base), before=before, files=files
         ):
             found.add(batch.users.hashes(SEED))
-    return np.uint64(found.smallest[-1] if len(found.smallest) else 0)
+    return np.uint64(found.smallest[-1]) if len(found.smallest) == USERS_MAX else _EVERYBODY
 
 
 def _user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Any]]:
@@ -199,15 +212,20 @@ def _clicks(
     before: datetime | None,
     erased: Erased,
     files: Sequence[SourceFile] | None,
-) -> ClickMatrix | None:
-    """Clicks of some users before the cut; None where they did nothing yet."""
+) -> tuple[ClickMatrix | None, list[str]]:
+    """(clicks of some users before the cut, None where there are none to choose a fold by; remarks)."""
     sources = config.sources
     read = read_interactions(sources, Path(config.base), before=before, files=files)
     batches = [batch.only(_below(batch.users, limit)) for batch in map(erased.leave_out, read)]
     if not sum(len(batch.times) for batch in batches):
-        return None
+        return None, []
     where = ", ".join(sources.interactions)
-    return ClickMatrix.read(batches, where, None if users is None else users.ids, items.ids)
+    try:
+        known = None if users is None else users.ids
+        return ClickMatrix.read(batches, where, known, items.ids), []
+    except NothingKnown as error:
+        # Of a sample of users none may have clicked; of everybody it is worth a word.
+        return None, [error.message] if limit == _EVERYBODY else []
 
 
 def _below(ids: Ids, limit: np.uint64) -> NDArray[np.bool_]:

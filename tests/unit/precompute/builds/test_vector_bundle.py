@@ -127,6 +127,46 @@ def test_a_fold_is_chosen_by_few_users_of_many(
     assert seen == [7, 7, 70]
 
 
+def remarks_of(bundle: Bundle) -> list[str]:
+    found: list[str] = bundle.training.get("remarks", [])
+    return found
+
+
+def test_clicks_that_vectors_do_not_explain_are_a_remark_and_no_end(
+    config: NightConfig, users: Floats, items: Floats
+) -> None:
+    """What is only to be left out of lists may be what nobody would choose again."""
+    odd = made(with_clicks(config, -users, items, DAY), "odd")
+
+    (told,) = remarks_of(odd)
+    assert "as by chance" in told and "only to be left out" in told
+    assert remarks_of(made(with_clicks(config, users, items, DAY), "usual")) == []
+
+
+def test_of_one_click_nothing_is_judged(config: NightConfig, users: Floats, items: Floats) -> None:
+    """On a first night it was of an item ranked 40th, below a random one: 0 % of pairs."""
+    config = with_clicks(config, -users, items, DAY)
+    table = pq.read_table(config.path("clicks.parquet"))
+    pq.write_table(table.slice(0, 1), config.path("clicks.parquet"))
+
+    assert remarks_of(made(config)) == []
+
+
+def test_clicks_of_strangers_alone_choose_no_fold_and_end_no_night(
+    config: NightConfig, users: Floats, items: Floats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_clicks(config, users, items, DAY)
+    table = pq.read_table(config.path("clicks.parquet"))
+    strangers = pa.array([f"new-{row}" for row in range(len(table))])
+    pq.write_table(table.set_column(0, "user", strangers), config.path("clicks.parquet"))
+
+    (told,) = remarks_of(made(config, "everybody"))
+    monkeypatch.setattr(vector_bundle, "USERS_MAX", 7)
+
+    assert "not one click is of a known user on a known item" in told
+    assert remarks_of(made(config, "sample")) == []
+
+
 def test_what_is_erased_is_in_no_bundle(config: NightConfig) -> None:
     erased = Erased(frozenset(), frozenset({b"i7"}), (1,))
 
