@@ -73,7 +73,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     for name, place, text, loads in first:
         command = add(name, place, text, *loads)
         default = (
-            "use all"
+            "data_until of the settings, else use all"
             if name == "train"
             else "data_until of the settings, else use all and name the generation after the newest change of an input "
             "file, so that a repeat goes on where this one stopped"

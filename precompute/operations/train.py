@@ -32,11 +32,15 @@ UNKNOWN = "unknown"
 def train_reference(
     config: NightConfig, *, data_until: str | None = None, progress: Progress = quiet
 ) -> dict[str, Any]:
-    """Train on all interactions (older than `data_until`, if given) and put the bundle where the night reads it."""
+    """Train on all interactions and put the bundle where the night reads it.
+
+    With `data_until`, else that of the settings, only on older ones: what the night is judged by is not learnt.
+    """
     started = time.perf_counter()
     if not config.sources.interactions:
         raise ConfigError("sources.interactions is empty: name the files to train on")
     users, items, times, rows = Counted(), Numbered(), [], 0
+    data_until = data_until or config.data_until
     before = parse_time(data_until) if data_until else None
     erased = Erased.of(all_erasures(config.store()))
     read = read_interactions(config.sources, Path(config.base), before=before)

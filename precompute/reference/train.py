@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -112,9 +113,15 @@ def train(
             "items": items,
             "interactions": int(matrix.nnz),
             "seed": seed,
+            **({} if data.times is None else {"trained_until": _iso(int(data.times.max()))}),
             **chosen.row(),
         },
     )
+
+
+def _iso(microseconds: int) -> str:
+    """Time of the newest interaction that was learnt from, in UTC."""
+    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)).isoformat()
 
 
 def _programs(

@@ -191,6 +191,18 @@ def _shape(seen: Partitioned, items: int) -> Shape:
     )
 
 
+def _learnt_too_much(bundle: Bundle, cut: str | None) -> list[str]:
+    """Remark on a model that has learnt from what the night is judged by: what users did after its cut."""
+    newest = bundle.training.get("trained_until")
+    if cut is None or newest is None or parse_time(newest) < parse_time(cut):
+        return []
+    told = (
+        f"the model has learnt from interactions up to {newest}, and `heldout_recall` judges by those after {cut}, so it "
+        f"says too much: train it with `larder train --data-until {cut}`"
+    )
+    return [told]
+
+
 def _begin(
     config: NightConfig,
     bundle: Bundle,
@@ -315,7 +327,7 @@ def _prepare(
     if config.sources.interactions:
         demand_least(seen.users, items.count)
     odd = remarks(_shape(seen, items.count)) if seen.counted.rows is not None else []
-    odd += bundle.training.get("remarks", [])
+    odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
     counts_clicks = bool(config.sources.interactions)  # else `embed_items` makes the defaults
     if counts_clicks:
         popular = partial(catalogue.popular, items, seen.counted.popularity)

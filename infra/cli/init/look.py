@@ -4,6 +4,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -80,7 +81,7 @@ def look(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
     paths = list(walk)
     files, remarks = [path for path in paths if _ending(path)][:FILES_MAX], list(walk.remarks)
     for path in files:
-        seen = _one_remark(path, base, remarks, lambda path=path: _look_at(path))
+        seen = _one_remark(path, base, remarks, partial(_look_at, path))
         if seen is None:
             continue
         if seen.remark:

@@ -74,6 +74,19 @@ def test_what_looks_odd_about_the_interactions_is_told_with_the_night_and_kept(c
     assert sum(begun["rows"]["user_rows"]) == begun["interactions"]
 
 
+@pytest.mark.parametrize(("trained", "is_told"), [("2100-01-01", True), ("1999-01-01", False)])
+def test_a_model_that_learnt_what_it_is_judged_by_is_told(config, trained, is_told):
+    path = config.path(config.bundle) / "bundle.json"
+    told = orjson.loads(path.read_bytes())
+    told["training"]["trained_until"] = f"{trained}T00:00:00+00:00"
+    path.write_bytes(orjson.dumps(told))
+
+    found = begin.run(config, data_until=UNTIL, run_after=None)
+    remarks = Build(config, config.store(), found["generation"]).need("begin")["remarks"]
+
+    assert any("learnt from interactions up to 2100" in each for each in remarks) is is_told
+
+
 def test_a_file_from_the_future_names_no_generation(config):
     """A clock that was ahead when files were copied: each night after that one was refused as older than it."""
     os.utime(config.path("interactions.parquet"), (4_000_000_000, 4_000_000_000))

@@ -1,6 +1,7 @@
 """Training from the sources: what is handed to the trainer, and what that takes of memory."""
 
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import SourceError
+from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources
 from precompute.operations import train as operation
 from precompute.operations.train import train_reference
@@ -82,6 +84,16 @@ def test_a_training_asks_for_the_texts_of_no_column(tmp_path, monkeypatch):
 def test_too_little_to_learn_from_is_said_as_that(tmp_path, items, said):
     with pytest.raises(SourceError, match=f"too little data: {said}"):
         train_reference(prepared(tmp_path, items))
+
+
+def test_what_is_newer_than_the_cut_of_the_settings_is_not_learnt(tmp_path):
+    """The gate on the future judges by it."""
+    config = prepared(tmp_path, [f"item-{row % 30}" for row in range(200)])
+
+    train_reference(replace(config, data_until="1970-01-01T00:01:40Z"))
+
+    told = Bundle.open(tmp_path / "bundle").training
+    assert told["trained_until"] == "1970-01-01T00:01:39+00:00"
 
 
 def test_no_python_object_is_made_of_each_item(tmp_path, handed):
