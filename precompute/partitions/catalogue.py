@@ -164,11 +164,8 @@ def _listed(
         unusable.note(ITEM_ROWS, AGAIN, len(again), cases)
         kept[again] = False
     if not kept.any():
-        raise SourceError(
-            f"{path} names {len(listed):,} items, and none of them can be used: see what is missing in "
-            f"{', '.join(columns)}",
-            path=str(path),
-        )
+        unusable.demand_some(ITEM_ROWS, path.name)
+        raise SourceError(f"{path} names no item that can be used", path=str(path))
     return listed.filter(pa.array(kept))
 
 

@@ -197,8 +197,8 @@ def _learnt_too_much(bundle: Bundle, cut: str | None) -> list[str]:
     if cut is None or newest is None or parse_time(newest) < parse_time(cut):
         return []
     told = (
-        f"the model has learnt from interactions up to {newest}, and `heldout_recall` judges by those after {cut}, so it "
-        f"says too much: train it with `larder train --data-until {cut}`"
+        f"the model has learnt from interactions up to {newest}, and `heldout_recall` judges by those after {cut}, so "
+        f"it says too much: train it with `larder train --data-until {cut}`"
     )
     return [told]
 
