@@ -142,7 +142,7 @@ def test_a_table_whose_log_says_which_files_count_is_refused_by_its_kind(
     with pytest.raises(SourceError, match=rf"lake/clicks is {kind}: .* Write its rows") as refused:
         source_files((before + pattern,), tmp_path)
 
-    assert refused.value.details["path"].endswith("lake/clicks")
+    assert str(refused.value.details["path"]).endswith("lake/clicks")
     assert files_read(tmp_path, f"{before}plain") == ["plain/b.csv"]
 
 

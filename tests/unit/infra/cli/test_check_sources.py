@@ -1,0 +1,53 @@
+"""`larder check` on the files of sources: what a night would refuse, or what looks odd, is said before it."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache.errors import SourceError
+from infra.cli.check.found import Found
+from infra.cli.check.night import look_at_sources
+from precompute.config.settings import NightConfig, Sources
+
+
+def check(folder: Path, rows: list[str], **sources: Any) -> Found:
+    (folder / "a.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
+    config = NightConfig(base=str(folder), sources=Sources(interactions=("a.csv",), **sources))
+    return look_at_sources(config)
+
+
+def clicks(count: int = 1000) -> list[str]:
+    return [f"u{row % 150},i{row % 40},{1_700_000_000 + row}" for row in range(count)]
+
+
+def test_usual_sources_are_ok(tmp_path: Path) -> None:
+    assert check(tmp_path, clicks()) == ("ok", "1 file; 1,000 interactions")
+
+
+def test_what_looks_odd_is_said_with_the_id(tmp_path: Path) -> None:
+    state, told = check(tmp_path, clicks() + [f"0,i{row % 40},1700000000" for row in range(300)])
+
+    assert state == "ok" and "the user '0' has 23% of all rows" in told
+
+
+def test_too_little_data_is_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="too little data: 1 user and 1 item; at least 2 users"):
+        check(tmp_path, ["u,i,1700000000"])
+
+
+def test_a_table_of_items_without_rows_is_to_do(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"item": pa.array([], pa.string())}), tmp_path / "items.parquet")
+
+    state, told = check(tmp_path, clicks(), item_features="items.parquet")
+
+    assert (state, told.startswith("items.parquet has no rows")) == ("to do", True)
+
+
+def test_a_table_with_a_log_is_to_do(tmp_path: Path) -> None:
+    (tmp_path / "_delta_log").mkdir()
+
+    with pytest.raises(SourceError, match="is a Delta table"):
+        check(tmp_path, clicks())
