@@ -20,7 +20,7 @@ from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
 from precompute.builds.build import Build
 from precompute.cli.step_commands import standing_name
-from precompute.config.settings import NightConfig
+from precompute.config.settings import GateThresholds, NightConfig
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.partition import partition
 from precompute.releases.cuts import CUT_FORMAT
@@ -72,6 +72,13 @@ def test_what_looks_odd_about_the_interactions_is_told_with_the_night_and_kept(c
     assert told and told[0].startswith("one user has 33% of all rows")
     assert any("too little data to judge by" in remark for remark in begun["remarks"])
     assert sum(begun["rows"]["user_rows"]) == begun["interactions"]
+
+
+def test_a_refusal_over_few_users_and_items_says_that_there_are_few(config):
+    config = replace(config, gates=GateThresholds(distinct_lists=2.0))
+
+    with pytest.raises(Refused, match="stays: too little data to judge by: 60 users and 30 items"):
+        publish_night(config, UNTIL)
 
 
 @pytest.mark.parametrize(("trained", "is_told"), [("2100-01-01", True), ("1999-01-01", False)])
