@@ -18,7 +18,14 @@ from cache.errors import LarderError, SourceError, StoreError
 from cache.format.manifest import EntityKind
 from cache.store.object_store import without_secrets
 from precompute.config.settings import NightConfig
-from precompute.sources.folders import Entry, LocalStorage, Selection, demand_plain_folder, select
+from precompute.sources.folders import (
+    Entry,
+    LocalStorage,
+    Selection,
+    demand_plain_folder,
+    is_data,
+    select,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,17 +195,21 @@ def _remote(url: str, plain_folders: set[str]) -> Iterator[tuple[str, SourceFile
     fs, path = _file_system(url)
     with _driver_errors(url):
         fs.invalidate_cache()
-        storage = RemoteStorage(fs)
         if fs.isfile(path):
-            demand_plain_folder(storage, PurePosixPath(path).parent.as_posix(), known=plain_folders)
-            yield path, RemoteFile(url, fs)
-            return
-        selected = select(storage, "/" if path.startswith("/") else "", path)
-        _demand_some(selected, without_secrets(url))
-        demand_plain_folder(storage, selected.folder, known=plain_folders)
-        for below in selected.paths:
-            name = f"{selected.folder.rstrip('/')}/{below}"
-            yield name, RemoteFile(fs.unstrip_protocol(name), fs)
+            names, folder = [path], PurePosixPath(path).parent.as_posix()
+        elif "://" in path:  # over HTTP a path is a URL, and a folder a page of links
+            names, folder = sorted(fs.glob(path)), ""
+            names = [name for name in names if is_data(PurePosixPath(name).name)]
+            _demand_some(Selection("", tuple(names)), without_secrets(url))
+        else:
+            selected = select(RemoteStorage(fs), "/" if path.startswith("/") else "", path)
+            _demand_some(selected, without_secrets(url))
+            folder = selected.folder
+            names = [f"{folder.rstrip('/')}/{below}" for below in selected.paths]
+        if "://" not in path:
+            demand_plain_folder(RemoteStorage(fs), folder, known=plain_folders)
+        for name in names:
+            yield name, RemoteFile(url if name == path else fs.unstrip_protocol(name), fs)
 
 
 def _demand_some(selected: Selection, shown: str) -> None:
@@ -209,11 +220,11 @@ def _demand_some(selected: Selection, shown: str) -> None:
     raise SourceError(f"no source file matches {shown}{notes}", pattern=shown)
 
 
-@dataclass(frozen=True, slots=True)
 class RemoteStorage:
     """Storage behind an fsspec URL, whose paths have no protocol."""
 
-    fs: Any
+    def __init__(self, fs: Any) -> None:
+        self.fs = fs
 
     def children(self, folder: str) -> Iterator[Entry]:
         """Files and folders right in a folder; none where there is no such folder."""

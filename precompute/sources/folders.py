@@ -112,7 +112,11 @@ def demand_plain_folder(storage: Storage, folder: str, *, known: set[str]) -> No
         if str(place) in known:
             return
         known.add(str(place))
-        if (kind := _kind_of_table(storage, str(place))) is not None:
+        try:
+            kind = _kind_of_table(storage, str(place))
+        except Exception:  # who may read the files may not be allowed to look at folders above them
+            return
+        if kind is not None:
             raise refused_table(str(place), kind)
 
 
@@ -183,9 +187,8 @@ def _kind_of_table(storage: Storage, folder: str) -> str | None:
         if storage.exists(f"{folder}/{name}"):
             return kind
     metadata = storage.children(f"{folder}/metadata")
-    if any(_ICEBERG_METADATA.fullmatch(entry.path) for entry in metadata):
-        return "an Iceberg table"
-    return None
+    is_iceberg = any(_ICEBERG_METADATA.fullmatch(entry.path) for entry in metadata)
+    return "an Iceberg table" if is_iceberg else None
 
 
 def _is_within(path: str, folder: str) -> bool:

@@ -146,6 +146,29 @@ def test_a_table_whose_log_says_which_files_count_is_refused_by_its_kind(
     assert files_read(tmp_path, f"{before}plain") == ["plain/b.csv"]
 
 
+def test_who_may_not_look_above_the_files_may_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket's policy may allow one prefix alone; a link with a signature, one file."""
+    folder = f"/{uuid.uuid4().hex}"
+    MemoryFileSystem().pipe_file(f"{folder}/clicks/a.csv", b"user,item\nu,i\n")
+    exists, listed = MemoryFileSystem.exists, MemoryFileSystem.ls
+
+    def denied(call: Callable[..., object]) -> Callable[..., object]:
+        def asks(self: MemoryFileSystem, path: str, *given: object, **named: object) -> object:
+            if not path.startswith(f"{folder}/clicks") or path.endswith(("_log", ".hoodie")):
+                raise PermissionError(f"AccessDenied: {path}")
+            return call(self, path, *given, **named)
+
+        return asks
+
+    monkeypatch.setattr(MemoryFileSystem, "exists", denied(exists))
+    monkeypatch.setattr(MemoryFileSystem, "ls", denied(listed))
+
+    assert files_read(tmp_path, f"memory:/{folder}/clicks/*.csv") == ["i"]
+    assert files_read(tmp_path, f"memory:/{folder}/clicks/a.csv") == ["i"]
+
+
 def test_a_folder_called_metadata_is_no_table(place: Place, tmp_path: Path) -> None:
     before = place(["clicks/metadata/about.csv", "clicks/a.csv"])
 
