@@ -22,6 +22,7 @@ To end a canary by hand: `larder canary abandon --reason ...`. It needs LARDER_C
 LARDER_ARTIFACTS and REDIS_URL where tasks run.
 """
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -35,8 +36,10 @@ from airflow.sdk import (
     task,
 )
 
+from cache.config.timetable import DagConfig
 from cache.errors import ConfigError, Refused
 
+LIMITS = DagConfig.configured(os.environ)
 FINAL = RetryRule(
     exception=[ConfigError, Refused],
     action=RetryAction.FAIL,
@@ -60,7 +63,8 @@ LONGEST = timedelta(days=2)
         "retries": 2,
         "retry_delay": timedelta(seconds=10),
         "retry_policy": ExceptionRetryPolicy(rules=[FINAL]),
-        "execution_timeout": timedelta(minutes=15),
+        # Both may have to read every page back, beside readers: where a Redis has started since `verify`.
+        "execution_timeout": timedelta(seconds=LIMITS.load_timeout_s),
     },
     doc_md=__doc__,
     tags=["larder"],

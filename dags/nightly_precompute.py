@@ -31,6 +31,9 @@ Any task may be cleared and run again: a generation's id comes from its inputs, 
 cleared, it may find more of them, and `begin` another generation.
 `begin` and `load` remove older generations that were never published; `larder pin` keeps one.
 
+With `[dag] publish = "canary"` a night ends with `try_as_canary` instead of `publish`: it triggers the DAG `canary`,
+which must be unpaused. `choose` sends a first generation to `publish`: nothing is live that it could be compared with.
+
 To undo a publish: the DAG `roll_back`.
 """
 
@@ -172,12 +175,23 @@ def nightly_precompute() -> None:
         """Move the pointer; a retry recognises its own publish by the run id."""
         return run_step("publish", verified, attempt=get_current_context()["run_id"])
 
+    @task.branch
+    def choose() -> str:
+        """Publish what has nothing to be compared with; try all else on a share of the requests."""
+        from precompute.canary.trial import has_live
+        from precompute.config.settings import night_config
+
+        return "try_as_canary" if has_live(night_config()) else "publish"
+
     @task(multiple_outputs=False)
     def warm(build: Build) -> dict[str, Any]:
         """Wait until the readers have the generation."""
         return run_step("warm", build)
 
-    @task(multiple_outputs=False)
+    @task(
+        multiple_outputs=False,
+        trigger_rule="none_failed" if TRIES.publish == "canary" else "all_success",
+    )
     def retire() -> dict[str, Any]:
         """Remove what nobody may need again."""
         return run_step("retire", attempt=get_current_context()["run_id"])
@@ -199,6 +213,19 @@ def nightly_precompute() -> None:
     }
     stages = [[tasks[name] for name in stage] for stage in STAGES]
     chain(*(stage if len(stage) > 1 else stage[0] for stage in stages))
+    if TRIES.publish == "canary":
+        from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
+
+        try_as_canary = TriggerDagRunOperator(
+            task_id="try_as_canary",
+            trigger_dag_id="canary",
+            # A retry finds the run that it has triggered.
+            trigger_run_id="{{ run_id }}",
+            skip_when_already_exists=True,
+            conf={"generation": "{{ ti.xcom_pull(task_ids='verify')['generation'] }}"},
+        )
+        verified >> choose() >> [tasks["publish"], try_as_canary]
+        try_as_canary >> tasks["retire"]
 
 
 nightly_precompute()

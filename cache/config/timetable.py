@@ -5,7 +5,7 @@ Imports nothing heavy: every task parses its DAG file again.
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat
 
@@ -50,13 +50,17 @@ class Timetable:
 
 @section
 class DagConfig:
-    """Retries and time limits of the tasks of the DAG `nightly_precompute`, in `[dag]`.
+    """Retries, time limits and end of the DAG `nightly_precompute`, in `[dag]`.
 
     What a try that was cut off has loaded, or read back, the next one does not do again.
     """
 
     FROM_ENVIRONMENT: ClassVar = ("retry_delay_s",)
 
+    publish: Literal["all", "canary"] = "all"
+    """Readers whom a night publishes to: all, or with `canary` a share of the requests first, by the DAG `canary`,
+    which has to be unpaused. A first generation is published to all: there is nothing to compare it with. Read where
+    DAG files are parsed."""
     retries: NonNegativeInt = 5
     """Number of tries after a failed one."""
     retry_delay_s: PositiveFloat = 10.0
@@ -69,8 +73,8 @@ class DagConfig:
     score_timeout_s: PositiveFloat = 10_800.0
     """Seconds that one try of scoring one shard may take."""
     load_timeout_s: PositiveFloat = 14_400.0
-    """Seconds that one try of `load` or `publish` may take; beside readers a load takes up to its bytes at
-    `[governor] floor_mib_s` (16 MiB/s: 230 GB in 4 hours)."""
+    """Seconds that one try of `load` or `publish` may take, and one of a task of the DAG `canary`; beside readers a
+    load takes up to its bytes at `[governor] floor_mib_s` (16 MiB/s: 230 GB in 4 hours)."""
     verify_timeout_s: PositiveFloat = 14_400.0
     """Seconds that one try of `verify` may take, which is about as long as the load."""
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from cache.errors import StoreError
+from cache.errors import LarderError, Refused, StoreError
 from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
+from cache.store.releases import all_releases
 from precompute.config.settings import NightConfig
 
 P = ParamSpec("P")
@@ -17,7 +18,10 @@ R = TypeVar("R")
 def on_this_host(
     step: Callable[Concatenate[NightConfig, Mapping[str, Any], P], R],
 ) -> Callable[Concatenate[NightConfig, Mapping[str, Any], P], R]:
-    """A step that first removes this host's old copies, and records that it will have some of its generation."""
+    """A step that first removes this host's old copies, and records that it will have some of its generation.
+
+    One whose generation is retired meanwhile, by a night of newer data, ends with Refused, not with a missing file.
+    """
 
     @functools.wraps(step)
     def run(
@@ -26,9 +30,28 @@ def on_this_host(
         store, generation = config.store(), str(build["generation"])
         sweep_copies(store, in_use=[generation])
         record_copies(store, generation)
-        return step(config, build, *arguments, **options)
+        try:
+            return step(config, build, *arguments, **options)
+        except (LarderError, FileNotFoundError) as error:
+            demand_not_retired(store, generation, error)
+            raise
 
     return run
+
+
+def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) -> None:
+    """Raise Refused from `error` if the generation was retired while a step worked on it: its files are gone then."""
+    try:
+        records = [each for each in all_releases(store) if each.generation == generation]
+    except (LarderError, OSError):
+        return  # the store does not answer: the error itself is what can be told
+    if records and records[-1].action == "retire":
+        newer = records[-1].attempt
+        raise Refused(
+            f"{generation} was retired while it was being made, by {newer}, which is of newer data: nothing is left to "
+            "do here",
+            rule="retired", value=generation, threshold=newer,
+        ) from error  # fmt: skip
 
 
 def sweep_copies(store: ArtefactStore, *, in_use: Collection[str] = ()) -> None:

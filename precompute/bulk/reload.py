@@ -115,13 +115,15 @@ def repair(
     return mended
 
 
-def damaged(control: Control, store: ArtefactStore, generation: str) -> list[str]:
+def damaged(
+    control: Control, store: ArtefactStore, generation: str, *, governor: Governor | None = None
+) -> list[str]:
     """Keys of the pages that are missing or not as the artefact store has them; every page is read."""
     manifest, root = read_manifest(store, generation), store.local(generation_path(generation))
     found = []
     for part in parts_of(manifest):
         _fetch(store, generation, part.pages.sums)
-        bad = bad_pages(control.client, control.keys, manifest, root, part)
+        bad = bad_pages(control.client, control.keys, manifest, root, part, governor=governor)
         found += [part.key(control.keys, generation, page) for page, _ in bad]
     return found
 

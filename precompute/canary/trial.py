@@ -69,6 +69,12 @@ def start(
     return {"generation": chosen, "percent": share, **({"note": restarted} if restarted else {})}
 
 
+def has_live(config: NightConfig) -> bool:
+    """True if something is live that a canary could be compared with."""
+    with open_releases(config) as releases:
+        return releases.ledger().live is not None
+
+
 def _newest_verified(control: Control) -> str:
     if (canary := _canary(control)) is not None:
         return canary.generation  # a retry of the start

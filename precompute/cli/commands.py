@@ -31,7 +31,8 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     """The whole night; one row per step."""
     data_until, attempt = arguments.data_until, arguments.attempt or new_attempt()
     named = standing_name(config, data_until)
-    steps = run_night(Night(config, attempt, data_until, named=named, progress=progress))
+    night = Night(config, attempt, data_until, named=named, progress=progress)
+    steps = run_night(night, arguments.until)
     if arguments.json:
         return {
             "generation": steps[0][1].found["generation"],
@@ -57,6 +58,13 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     table.add_row(
         "night", steps[0][1].found["generation"], f"{sum(seconds for _, _, seconds in steps):.2f}"
     )
+    generation = steps[0][1].found["generation"]
+    if steps[-1][0] == "verify":
+        told = (
+            f"{generation} is verified, and not published: `larder canary start {generation}` tries it on a share of "
+            f"the requests, `larder publish {generation}` publishes it."
+        )
+        return [table, told]
     return [table]
 
 

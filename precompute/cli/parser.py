@@ -82,6 +82,14 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
             "--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default})"
         )
         command.add_argument("--attempt", help="name of this attempt; a repeat is recognised by it")
+        if name == "night":
+            command.add_argument(
+                "--until",
+                choices=NIGHT,
+                default=NIGHT[-1],
+                metavar="STEP",
+                help="last step to run, such as verify for a generation that a canary is to try (default: retire)",
+            )
         if name == "train":
             command.set_defaults(redis="none")
         if name == "begin":

@@ -35,6 +35,7 @@ class NamespaceState:
     pointer: Pointer | None = None
     rows: Mapping[str, Row] = field(default_factory=dict)
     replicas: tuple[Replica, ...] = ()
+    silent_replicas: int = 0
     memory: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,6 +63,7 @@ def look(config: NightConfig) -> NamespaceState:
                 pointer=view.pointer,
                 rows=view.rows,
                 replicas=tuple(releases.control.replicas()),
+                silent_replicas=releases.control.silent_replicas(),
                 memory=_memory(releases.control.client),
             )
     except TierUnavailable as error:
@@ -97,6 +99,7 @@ def report(config: NightConfig, seen: NamespaceState) -> dict[str, Any]:
         "generations": generations,
         "schedule": schedule,
         "replicas": [_replica(each) for each in seen.replicas],
+        "silent_replicas": seen.silent_replicas,
         "blocklist_version": latest_blocklist(store).version,
         "erasures_pending": sum(each.is_pending for each in all_erasures(store)),
         "events": _events(config, generations),
@@ -120,6 +123,11 @@ def _problems(told: Mapping[str, Any], seen: NamespaceState) -> list[str]:
                 f"Redis follows epoch {pointer.epoch}, the release records say {ledger.live_epoch}: run "
                 "`larder restore`"
             )
+    if seen.silent_replicas and not seen.replicas and seen.live is not None:
+        found.append(
+            f"no replica answers, and {seen.silent_replicas} beat within the last day: start the service, or look at "
+            "its log"
+        )
     if schedule["missing"] and seen.live is not None:
         found.append(f"the generation of {schedule['due']} is missing: what is live is older")
     live_cut = (seen.live or "")[:CUT_CHARS]

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from cache.events.position import BEGINNING, Position
 from precompute.builds.night import size_text
-from precompute.cli.status_report import ABSENT, AWAY, iso
+from precompute.cli.status_report import ABSENT, AWAY, THERE, iso
 from precompute.reuse.words import users_in_words
 
 _COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied", "gates", "notes")
@@ -19,9 +19,17 @@ def shown(told: Mapping[str, Any]) -> list[Table | str | Text]:
     table = Table(*_COLUMNS, title=f"namespace {told['namespace']}")
     for each in told["generations"]:
         table.add_row(*_row(each))
-    lines = ["all is well"] if told["well"] else [f"not well: {each}" for each in told["problems"]]
+    lines = [f"not well: {each}" for each in told["problems"]] or [_well(told)]
     lines += list(_lines(told))
     return [table, *map(Text, lines)]
+
+
+def _well(told: Mapping[str, Any]) -> str:
+    """The verdict where no problem was found; it says so where nobody serves what is live."""
+    is_served = told["replicas"] or told["redis"]["state"] != THERE
+    return (
+        "all is well" if is_served else "all is well, but no replica serves it: run `larder serve`"
+    )
 
 
 def _row(each: Mapping[str, Any]) -> tuple[str, ...]:

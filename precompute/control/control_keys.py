@@ -218,6 +218,14 @@ class Control:
             found[replica.name] = replica
         return list(found.values())
 
+    def silent_replicas(self, now: float | None = None) -> int:
+        """Number of heartbeats of the last day whose replicas have missed three beats since."""
+        now = self.time() if now is None else now
+        count: Any = self.client.zcount(
+            self.keys.replicas, now - REPLICA_FORGOTTEN_S, f"({now - REPLICA_DEAD_S!r}"
+        )
+        return int(count)
+
     def forget_dead_replicas(
         self, now: float | None = None, after_s: float = REPLICA_FORGOTTEN_S
     ) -> int:

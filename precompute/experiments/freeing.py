@@ -4,6 +4,7 @@ from cache.errors import Conflict, UnknownGeneration
 from cache.store.artefacts import read_manifest
 from cache.store.audit import audited
 from cache.store.experiments import latest_experiments
+from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import NightConfig
 from precompute.experiments.changes import settings_of
@@ -36,12 +37,13 @@ def free(config: NightConfig, name: str) -> dict[str, object]:
                 config.store(), "experiment", f"retire {name}", actor=config.actor
             ) as told:
                 told["namespace"] = arm.namespace
-                keys += _free(releases)
+                with open_governor(config.governor, releases.control) as governor:
+                    keys += _free(releases, governor)
         freed.append(arm.namespace)
     return {"experiment": name, "freed": freed, "kept": kept, "keys": keys}
 
 
-def _free(releases: Releases) -> int:
+def _free(releases: Releases, governor: Governor) -> int:
     """Pointer first, for nobody may start from here any more; rows last, for without them nobody finds the pages."""
     control, history = releases.control, releases.history()
     control.client.delete(control.keys.live, control.keys.next)
@@ -50,8 +52,8 @@ def _free(releases: Releases) -> int:
         try:
             manifest = read_manifest(releases.store, generation)
         except UnknownGeneration:
-            removed += unlink_recorded(releases, generation, history)
+            removed += unlink_recorded(releases, generation, history, governor=governor)
         else:
-            removed += unlink_pages(control.client, control.keys, manifest)
+            removed += unlink_pages(control.client, control.keys, manifest, governor=governor)
         control.drop_row(generation)
     return removed

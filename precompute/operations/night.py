@@ -16,8 +16,8 @@ def step_in_night(name: str) -> Callable[[Night], StepRow]:
     return run
 
 
-def run_night(night: Night) -> list[tuple[str, StepRow, float]]:
-    """Begin to retire, each step with its row and its seconds; ends early when this very generation is live already."""
+def run_night(night: Night, until: str = NIGHT[-1]) -> list[tuple[str, StepRow, float]]:
+    """Begin to `until`, each step with its row and seconds; ends early when this very generation is live already."""
     devices(night.config.device)  # what is not there is said before anything is read
     found: list[tuple[str, StepRow, float]] = []
     for name in NIGHT:
@@ -26,6 +26,6 @@ def run_night(night: Night) -> list[tuple[str, StepRow, float]]:
         found.append((name, row, time.perf_counter() - started))
         if not night.build:
             night = replace(night, build=row.found)
-        if row.found.get("already_live"):
+        if name == until or row.found.get("already_live"):
             break
     return found

@@ -52,7 +52,7 @@ class Releases(Canaries):
         view = self.view()
         if (live := self._demand_publish(generation, view, verified)) is not None:
             return Moved(live, changed=False)
-        return self._move("publish", generation, view, attempt=attempt)
+        return self._move("publish", generation, view, attempt=attempt, governor=governor)
 
     def _demand_publish(
         self, generation: str, view: ReleaseView, verified: Report | None
@@ -114,7 +114,14 @@ class Releases(Canaries):
         return None
 
     def _move(
-        self, action: Action, generation: str, view: ReleaseView, *, attempt: str, reason: str = ""
+        self,
+        action: Action,
+        generation: str,
+        view: ReleaseView,
+        *,
+        attempt: str,
+        reason: str = "",
+        governor: Governor | None = None,
     ) -> Moved:
         with files_of(generation):
             manifest = read_manifest(self.store, generation)
@@ -134,5 +141,5 @@ class Releases(Canaries):
         except Conflict as error:
             if error.details.get("state") == State.RETIRED:
                 # Pages loaded for this move while a retirement removed them: nobody else would remove them.
-                unlink_pages(self.control.client, self.control.keys, manifest)
+                unlink_pages(self.control.client, self.control.keys, manifest, governor=governor)
             raise

@@ -12,6 +12,7 @@ from redis.retry import Retry
 from cache.errors import Conflict
 from cache.format.manifest import GENERATION
 from cache.l2.sync_clients import masters
+from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
 from precompute.releases.release_log import ReleaseLog
 
@@ -45,6 +46,7 @@ def confirm(
     verified: Mapping[str, Any] | None,
     *,
     timeout_s: float,
+    governor: Governor | None = None,
 ) -> list[str]:
     """Make sure that every node has what was verified; the nodes that had changed since. Raises Conflict otherwise.
 
@@ -59,7 +61,7 @@ def confirm(
     before: Mapping[str, str] = (verified or {}).get("run_ids") or {}
     changed = [name for name, run_id in now.items() if before.get(name) != run_id]
     if changed:
-        reload(control, releases.store, generation)
+        reload(control, releases.store, generation, governor=governor)
     ends_at = time.monotonic() + timeout_s
     for server in masters(control.client).values():
         wait_for_replicas(server, timeout_s=max(0.0, ends_at - time.monotonic()))

@@ -60,7 +60,7 @@ def restore(
             if state is State.RETIRED and (
                 each in view.rows or is_back(releases, each, view.history)
             ):
-                unlink_recorded(releases, each, view.history)
+                unlink_recorded(releases, each, view.history, governor=governor)
         loaded_bytes = sum(
             reload(
                 control,
@@ -173,6 +173,18 @@ def _restorable(releases: ReleaseLog, view: ReleaseView, aim: Ledger) -> list[st
     return [live, previous]
 
 
+def _published_at(view: ReleaseView, generation: str) -> float | None:
+    """Unix seconds at which the generation last became live by a publish or a roll back; None if no record says."""
+    times = [
+        release.at
+        for release in view.history
+        if release.generation == generation
+        and release.done
+        and release.action in ("publish", "roll_back")
+    ]
+    return max(times, default=None)
+
+
 def _point(
     releases: ReleaseLog,
     view: ReleaseView,
@@ -193,7 +205,8 @@ def _point(
     )
     if releases.history()[-1].place != release.place:
         return None  # who came after us may have led readers on, and a Redis that was lost again would not tell
-    to = Pointer(live, release.epoch, previous, attempt, published_at=releases.clock())
+    published_at = _published_at(view, live) or releases.clock()
+    to = Pointer(live, release.epoch, previous, attempt, published_at=published_at)
     rows = {live: Row(State.LIVE, releases.clock())}
     if doubt is not None:
         _, rows = releases.outcome("roll_back", live, view, attempt=attempt, reason=doubt.reason)

@@ -134,7 +134,7 @@ def retire(
     )  # fmt: skip
     manifest = _manifest(releases, generation)
     if manifest is None:
-        removed = unlink_recorded(releases, generation, releases.history())
+        removed = unlink_recorded(releases, generation, releases.history(), governor=governor)
     else:
         control = releases.control
         removed = unlink_pages(control.client, control.keys, manifest, governor=governor)
@@ -142,17 +142,32 @@ def retire(
     return removed
 
 
-def unlink_recorded(releases: ReleaseLog, generation: str, history: Sequence[Release]) -> int:
-    """Remove the pages that its retirement wrote down, whoever brought them back since; keys removed."""
+def unlink_recorded(
+    releases: ReleaseLog,
+    generation: str,
+    history: Sequence[Release],
+    *,
+    governor: Governor | None = None,
+) -> int:
+    """Remove the pages that its retirement wrote down, whoever brought them back since; keys removed.
+
+    With readers around, pages go one at a time, each at the price of a piece: nobody knows their sizes.
+    """
     pages, keys = _recorded_pages(generation, history), releases.control.keys
     names = (keys.page(generation, table, page) for table in pages for page in range(pages[table]))
     removed, client = 0, releases.control.client
-    while batch := list(islice(names, RETIRE_BATCH)):
+    while True:
+        piece = None if governor is None else governor.piece_bytes
+        batch = list(islice(names, RETIRE_BATCH if piece is None else 1))
+        if not batch:
+            break
+        if governor is not None and piece is not None:
+            governor.pace(piece)
         removed += int(client.unlink(*batch))
     return removed + int(client.unlink(keys.loaded(generation)))
 
 
-def note_loaded(releases: ReleaseLog, generation: str) -> None:
+def note_loaded(releases: ReleaseLog, generation: str, *, governor: Governor | None = None) -> None:
     """Write into the registry that a generation is loaded; Conflict when it was retired meanwhile.
 
     Whoever loaded it then takes its pages away again: those who retired it may have looked before they came.
@@ -160,15 +175,15 @@ def note_loaded(releases: ReleaseLog, generation: str) -> None:
     try:
         releases.note(generation, State.LOADED)
     except Conflict:
-        take_back(releases, generation)
+        take_back(releases, generation, governor=governor)
         raise
 
 
-def take_back(releases: ReleaseLog, generation: str) -> None:
+def take_back(releases: ReleaseLog, generation: str, *, governor: Governor | None = None) -> None:
     """Remove pages that came into Redis while their generation was being retired, or after."""
     view = releases.view()
     if view.state(generation) is State.RETIRED:
-        unlink_recorded(releases, generation, view.history)
+        unlink_recorded(releases, generation, view.history, governor=governor)
 
 
 def is_back(releases: ReleaseLog, generation: str, history: Sequence[Release]) -> bool:
@@ -261,7 +276,13 @@ def overlays_live_s(releases: ReleaseLog, overlay_ttl_s: float) -> float:
     return max([overlay_ttl_s, *told])
 
 
-def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float, kept_s: float = ROW_KEPT_S) -> int:
+def drop_old_rows(
+    releases: ReleaseLog,
+    *,
+    overlay_ttl_s: float,
+    kept_s: float = ROW_KEPT_S,
+    governor: Governor | None = None,
+) -> int:
     """Forget retired generations once the last overlay of them must have expired; rows dropped.
 
     Not before `kept_s`: by its row alone could anybody find the pages that somebody is just bringing back.
@@ -280,7 +301,7 @@ def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float, kept_s: float =
         if recorded.state(generation) is not State.RETIRED and generation in stored:
             continue  # marked by a sweep that died: what it left must be found, and only its row names it
         # A Redis restored from an older snapshot may have pages again that were removed long ago.
-        unlink_recorded(releases, generation, history)
+        unlink_recorded(releases, generation, history, governor=governor)
         releases.control.drop_row(generation)
         dropped += 1
     return dropped

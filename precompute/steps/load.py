@@ -56,8 +56,8 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
                     advance(part.pages.file.size_bytes)
                 else:
                     loaded += part.pages.file.size_bytes
-        if state in (None, State.BEGUN):
-            note_loaded(releases, made.generation)
+            if state in (None, State.BEGUN):
+                note_loaded(releases, made.generation, governor=governor)
     seconds = time.perf_counter() - started
     # Also where nothing was left to move: whoever moved it may have been killed before it could say so.
     if made.read_report("load") is None:

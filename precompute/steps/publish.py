@@ -55,12 +55,12 @@ def run(
                 _read_back(made, manifest, table, releases.control)
             # Reading everything back, where a node has started since, takes too long for replicas to stand by.
             wait_s = config.flip.wait_s
-            confirm(releases, made.generation, report, timeout_s=wait_s)
+            confirm(releases, made.generation, report, timeout_s=wait_s, governor=governor)
             known = {"run_ids": run_ids(releases.control.client)}
             with staged(
                 releases.control, made.generation, config.flip, attempt=attempt, progress=progress
             ):
-                confirm(releases, made.generation, known, timeout_s=wait_s)
+                confirm(releases, made.generation, known, timeout_s=wait_s, governor=governor)
                 moved = releases.publish(
                     made.generation, attempt=attempt, verified=report, governor=governor
                 )

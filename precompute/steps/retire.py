@@ -5,6 +5,7 @@ from dataclasses import replace
 from precompute.builds.leftovers import sweep_leftovers
 from precompute.builds.night import Night, StepRow
 from precompute.builds.sweeping import sweep
+from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
@@ -25,7 +26,8 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
     with open_releases(config) as releases:
         swept = sweep(config, releases, attempt=attempt, progress=progress)
         releases.control.forget_dead_replicas()
-        rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)
+        with open_governor(config.governor, releases.control) as governor:
+            rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor)
         leftovers = sweep_leftovers(config, releases)
         pending = sum(each.word == "pending" for each in settle(config, releases))
         store, at = config.store(), releases.clock()

@@ -14,6 +14,7 @@ from precompute.builds.build import Build, erased_from, fetch_partition
 from precompute.builds.copies import on_this_host
 from precompute.builds.night import Night, StepRow
 from precompute.builds.seal import seal
+from precompute.bulk.governor import open_governor
 from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import damaged
 from precompute.config.progress import Progress, Step, quiet
@@ -125,7 +126,8 @@ def _demand_still(made: Build, releases: Releases) -> None:
     try:
         demand("verify", made.generation, releases.state(made.generation))
     except Conflict:
-        take_back(releases, made.generation)
+        with open_governor(made.config.governor, releases.control) as governor:
+            take_back(releases, made.generation, governor=governor)
         raise
 
 
@@ -134,7 +136,8 @@ def _published(made: Build, releases: Releases, state: State) -> Step:
     found: Step = {"generation": made.generation, "gates": 0, "verified": state is State.LIVE}
     if state is not State.LIVE:
         return {**found, "not_run": f"it is {state}: a roll back to it reads its pages back"}
-    bad = damaged(releases.control, releases.store, made.generation)
+    with open_governor(made.config.governor, releases.control) as governor:
+        bad = damaged(releases.control, releases.store, made.generation, governor=governor)
     if bad:
         raise CorruptArtefact(
             f"{made.generation} is live, and {len(bad)} of its pages in Redis are not as stored ({bad[0]} is one): "

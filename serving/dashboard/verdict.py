@@ -26,6 +26,8 @@ INBOX_WARN_S = 60
 """Seconds that events may wait in the inbox: what a consumer that died has is taken by another one after 30."""
 REJECTED_WARN = 0.05
 """Share of the events that may be rejected, those of who was erased apart."""
+POINTER_VANISHED = "pointer_vanished"
+"""Word of a replica whose Redis no longer has a pointer."""
 _ROOM = (
     "A night makes room: larder night. If it fills again: [events] stream_bytes, and its maxmemory."
 )
@@ -104,8 +106,18 @@ def _redis(body: Body) -> Iterator[Finding]:
         )
 
 
+def _lost_pointer(body: Body) -> Iterator[Finding]:
+    # Without Redis nobody can tell, and that is said already.
+    if body["whole"] and POINTER_VANISHED in _stale_words(body):
+        yield Finding(
+            "bad",
+            "Redis came back without its pointer, so perhaps without any page.",
+            "Run larder restore: it loads pages and pointer from the artefact store again.",
+        )
+
+
 def _stale(body: Body) -> Iterator[Finding]:
-    reasons = sorted(_stale_words(body) - {BEHIND})
+    reasons = sorted(_stale_words(body) - {BEHIND, POINTER_VANISHED})
     # Without Redis this is said already.
     if body["whole"] and reasons:
         yield Finding(
@@ -288,5 +300,6 @@ def _span(seconds: float) -> str:
 
 
 _LOOKS: tuple[Callable[[Body], Iterator[Finding]], ...] = (
-    _ready, _redis, _missing, _policy, _fallback, _memory, _stale, _apart, _hits, _refused, _degraded, _shed, _events,
+    _ready, _redis, _lost_pointer, _missing, _policy, _fallback, _memory, _stale, _apart, _hits, _refused, _degraded,
+    _shed, _events,
 )  # fmt: skip

@@ -27,6 +27,27 @@ def place(tmp_path: Path, own_redis: RedisServer) -> Iterator[Place]:
 
 
 @pytest.mark.slow
+def test_a_night_hands_its_generation_to_the_canary(tmp_path: Path, own_redis: RedisServer) -> None:
+    write_interactions(tmp_path / "interactions.csv", seed=7)
+    settings = CONFIG + CANARY + '\n[dag]\npublish = "canary"\n'
+    with airflow_over(tmp_path, own_redis, config=settings) as place:
+        place.first_night()  # nothing was live, so it is published to all
+        before = place.live
+        place.airflow.pause("canary", is_paused=False)
+
+        run_id = place.airflow.trigger("nightly_precompute", {})
+        place.airflow.wait("nightly_precompute", run_id, RUN_S)
+
+        tasks = {
+            task.task_id: task for task in place.airflow.report("nightly_precompute", run_id).tasks
+        }
+        assert (tasks["try_as_canary"].state, tasks["publish"].state) == ("success", "skipped")
+        with pytest.raises(AirflowFailed, match="canary answered 0 requests"):
+            place.airflow.wait("canary", run_id, RUN_S)
+        assert place.live.generation == before.generation and place.live.canary is not None
+
+
+@pytest.mark.slow
 def test_a_canary_without_answers_is_left_running_for_a_person_to_decide(
     place: Place,
 ) -> None:

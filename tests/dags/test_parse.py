@@ -50,14 +50,17 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The DAGs folder as Airflow sees it."""
     describe = Path(__file__).with_name("describe.py")
     home = tmp_path_factory.mktemp("airflow")
-    path, with_events = home / "larder.toml", home / "events.toml"
+    path, with_events, by_canary = (
+        home / f"{name}.toml" for name in ("larder", "events", "canary")
+    )
     path.write_text(CONFIG)
     with_events.write_text("[events]\nenabled = true\n")
-    printed = in_airflow(
-        home, str(describe), str(ROOT / "dags"), str(with_events), LARDER_CONFIG=str(path)
-    )
+    by_canary.write_text('[dag]\npublish = "canary"\nload_timeout_s = 7200.0\n')
+    configs = [str(with_events), str(by_canary)]
+    printed = in_airflow(home, str(describe), str(ROOT / "dags"), *configs, LARDER_CONFIG=str(path))
     found = json.loads(printed.splitlines()[-1])
-    return {**found, "with events": found["under"][str(with_events)]}
+    under = found["under"]
+    return {**found, "with events": under[str(with_events)], "by canary": under[str(by_canary)]}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +96,23 @@ def test_the_night_goes_through_its_steps_in_order(night: Any) -> None:
     assert set(night["tasks"]["load"]["upstream"]) >= {"build_index", "quantize"}
     assert "build_index" not in night["tasks"]["quantize"]["all_upstream"]
     assert set(night["tasks"]) == {"plan", *chain.from_iterable(stages)}
+
+
+def test_a_night_may_end_with_a_canary(parsed: Any) -> None:
+    tasks = parsed["by canary"]["nightly_precompute"]["tasks"]
+
+    assert "try_as_canary" not in parsed["dags"]["nightly_precompute"]["tasks"]
+    assert tasks["choose"]["upstream"] == ["verify"]
+    assert set(tasks["publish"]["upstream"]) == {"verify", "choose"}
+    assert tasks["try_as_canary"]["upstream"] == ["choose"]
+    assert set(tasks["retire"]["upstream"]) == {"warm", "try_as_canary"}
+    assert tasks["retire"]["trigger_rule"] == "none_failed"
+
+
+def test_a_canary_may_take_as_long_as_a_load(parsed: Any) -> None:
+    tasks = parsed["by canary"]["canary"]["tasks"]
+
+    assert {tasks[name]["timeout_s"] for name in ("start", "conclude")} == {7200.0}
 
 
 def test_events_are_taken_over_before_the_night_where_they_are_enabled(parsed: Any) -> None:

@@ -10,6 +10,8 @@ from tests.dashboard import probes as probe
 from tests.dashboard.healthy import well
 from tests.dashboard.site import Site, shown
 
+UNKNOWN = "The service does not know this token."
+
 
 def test_it_updates_by_itself_and_leaves_the_reader_alone(fast: Browser, site: Site) -> None:
     shown(fast, site)
@@ -92,6 +94,20 @@ def test_nobody_is_asked_while_nobody_looks(
     assert site.asked > asked
 
 
+def test_a_token_without_the_scope_is_told_that(browser: Browser, site: Site) -> None:
+    site.token = "s3cret"
+    browser.open(site.url)
+    browser.until("document.activeElement.id === 'token'")
+    site.status = 403
+
+    browser.write("s3cret")
+    browser.press("Enter")
+
+    told = "The service knows this token, but it lacks the scope admin."
+    browser.until(f"document.getElementById('ask-why').textContent === {told!r}")
+    site.status = 200
+
+
 @pytest.mark.parametrize("token", ["s3cret", "gehéim✓"])
 def test_a_token_is_asked_for_kept_in_the_tab_and_sent_as_a_header(
     browser: Browser, site: Site, token: str
@@ -105,7 +121,7 @@ def test_a_token_is_asked_for_kept_in_the_tab_and_sent_as_a_header(
 
     browser.write("wrong")
     browser.press("Enter")
-    browser.until("document.getElementById('ask-why').textContent === 'That is not its token.'")
+    browser.until(f"document.getElementById('ask-why').textContent === {UNKNOWN!r}")
     browser.write(token)
     browser.press("Enter")
     browser.until(probe.SHOWN)

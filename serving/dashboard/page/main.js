@@ -13,6 +13,10 @@ import { serving } from "./serving.js";
 
 const STALE_MS = 20000;
 const LEVELS = ["ok", "warn", "bad"];
+const REFUSALS = {
+  unknown: "The service does not know this token.",
+  scope: "The service knows this token, but it lacks the scope admin.",
+};
 
 const find = (id) => document.getElementById(id);
 const panels = [figures(), ...serving(), ...events(), ...nights(), ...memory(), ...quality()];
@@ -98,12 +102,12 @@ const poller = new Poller({
     trouble = why;
     tick();
   },
-  onToken(wasWrong) {
+  onToken(refusal) {
     trouble = "it asks for its token";
     isLocked = true;
     find("ask").hidden = false;
     find("numbers").hidden = newest === null;
-    say(find("ask-why"), wasWrong ? "That is not its token." : "");
+    say(find("ask-why"), REFUSALS[refusal] ?? "");
     find("token").value = "";
     tick();
     find("token").focus();

@@ -5,7 +5,9 @@ const LONGEST_MS = 60000;
 const TIMEOUT_MS = 10000;
 const KEPT = "larder-token";
 
-/** Tells `onData(data)`, `onTrouble(why)` and `onToken(wasWrong)`; the token lives in this tab's session storage. */
+/** Tells `onData(data)`, `onTrouble(why)` and `onToken(refusal)`; the token lives in this tab's session storage.
+
+`refusal` is null before a token was sent, "unknown" for a token that nobody knows, "scope" for one without the scope. */
 export class Poller {
   constructor({ url, onData, onTrouble, onToken }) {
     Object.assign(this, { url, onData, onTrouble, onToken });
@@ -54,7 +56,7 @@ export class Poller {
       });
       if (response.status === 401 || response.status === 403) {
         sessionStorage.removeItem(KEPT);
-        this.onToken(token !== null);
+        this.onToken(token === null ? null : response.status === 403 ? "scope" : "unknown");
         return false;
       }
       if (!response.ok) throw new Error(`it answered ${response.status}`);

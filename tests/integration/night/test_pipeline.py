@@ -349,6 +349,19 @@ def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
     assert state(config, broken) is State.RETIRED
 
 
+def test_a_night_that_a_newer_one_retired_says_so(config):
+    older = begin.run(config, data_until=UNTIL, run_after=None)
+    embed_items.run(config, older)
+    newer = begin.run(config, data_until=NEXT, run_after=None)
+
+    with pytest.raises(Refused) as refusal:
+        score.run(config, older, older["shards"])
+
+    told = str(refusal.value)
+    assert older["generation"] in told
+    assert f"was retired while it was being made, by {newer['generation']}" in told
+
+
 def test_retire_sweeps_old_nights_and_keeps_what_a_rollback_needs(config):
     config = replace(config, keep=1, superseded_grace_s=0.0)
     first = publish_night(config, UNTIL)

@@ -115,6 +115,15 @@ def test_a_standing_cut_cuts_no_row(folder):
     assert json.loads(begun.read_bytes())["interactions"] > 1000
 
 
+def test_a_night_may_stop_before_its_publish(folder):
+    done = run(folder, "night", "--until", "verify")
+    told = " ".join(done.stdout.split())
+
+    assert done.returncode == 0, done
+    assert "is verified, and not published: `larder canary start" in told
+    assert "publish" not in [line.split()[0] for line in done.stdout.splitlines() if line.split()]
+
+
 def test_single_steps_work_one_by_one_without_a_redis(folder):
     generation = generation_of(run(folder, "begin"))
     for step in ("score", "index", "quantize", "load", "verify", "publish", "warm"):

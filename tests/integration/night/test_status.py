@@ -181,3 +181,18 @@ def test_where_no_redis_is_configured_none_is_started_and_none_is_missed(
     told = told_of(replace(config, redis_url=None))
 
     assert told["well"] and told["redis"]["state"] == "absent" and told["live"] == live
+
+
+def test_a_live_generation_that_nobody_serves_is_told(
+    config: NightConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = publish_night(config, UNTIL)
+    assert run(config) == 0
+    assert "no replica serves it: run `larder serve`" in capsys.readouterr().out
+    with open_releases(config) as releases:
+        beat = {"replica": "gone", "serving": live, "holds": [live]}
+        an_hour_ago = releases.control.time() - 3_600
+        releases.control.client.zadd(config.keyspace().replicas, {orjson.dumps(beat): an_hour_ago})
+
+    assert run(config) == 3
+    assert "no replica answers, and 1 beat within the last day" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from precompute.releases import replication
 from precompute.releases.replication import UNREACHABLE, confirm, run_ids, wait_for_replicas
 from tests.conftest import redis_binary
 from tests.integration.release_world import A, B, World, pages_of
+from tests.integration.releases.test_restore import Paced
 from tests.polling import until
 
 
@@ -63,6 +64,15 @@ def test_pages_are_read_back_when_the_primary_is_not_the_one_that_was_verified(p
     page, sound = spoil(primary, B)
     assert confirm(primary.releases, B, verified, timeout_s=1.0) == ["primary"]
     assert primary.client.get(page) == sound
+
+
+def test_pages_are_read_back_beside_readers_with_care(primary):
+    primary.load(B)
+    governor = Paced()
+
+    confirm(primary.releases, B, None, timeout_s=1.0, governor=governor)
+
+    assert governor.paced > 0
 
 
 def test_a_primary_restarted_between_verify_and_publish_is_noticed(tmp_path, keyspace):

@@ -31,6 +31,18 @@ def world(tmp_path, redis_url, keyspace) -> Iterator[World]:
         yield World(ArtefactStore(str(tmp_path)), client, keyspace)
 
 
+def test_a_restore_keeps_the_time_of_the_publish(world):
+    world.publish(A, B)
+    published_at = world.live().published_at
+    world.clock.now += 3_600
+    for key in world.client.scan_iter(f"larder:1:*{world.keys.namespace}*"):
+        world.client.delete(key)
+
+    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+
+    assert pointer.published_at == published_at
+
+
 def test_redis_lost_is_restored_under_a_new_epoch(world):
     world.publish(A, B)
     before, pages = world.live(), world.pages()

@@ -19,8 +19,16 @@ from precompute.config.generations_at_peak import generations_at_peak
 from precompute.control.control_keys import connect
 from precompute.control.rows import Row
 from precompute.control.states import State
-from precompute.releases.sweep import drop_old_rows, is_back, note_loaded, retire, sweepable
+from precompute.releases.sweep import (
+    drop_old_rows,
+    is_back,
+    note_loaded,
+    retire,
+    sweepable,
+    take_back,
+)
 from tests.integration.release_world import A, B, C, D, World, pages_of
+from tests.integration.releases.test_restore import Paced
 
 
 @pytest.fixture
@@ -61,6 +69,21 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
     with pytest.raises(Conflict, match="retired while it was being made"):
         note_loaded(world.releases, A)
 
+    assert not world.client.keys(f"larder:1:{world.keys.namespace}:g:{A}*")
+
+
+def test_pages_that_came_back_go_beside_readers_with_care(world):
+    world.publish(A, B, C, D)
+    manifest = read_manifest(world.store, A)
+    world.clock.now += 100
+    retire(world.releases, A, attempt=world.attempt())
+    for part in parts_of(manifest):
+        world.client.set(part.key(world.keys, A, 0), b"page")
+    governor = Paced()
+
+    take_back(world.releases, A, governor=governor)
+
+    assert governor.paced >= len(parts_of(manifest)) * governor.piece_bytes
     assert not world.client.keys(f"larder:1:{world.keys.namespace}:g:{A}*")
 
 

@@ -58,7 +58,7 @@ def test_promtool_accepts_the_configuration_and_the_rules() -> None:
     files = sorted((INFRA / "prometheus/rules").glob("*.yml"))
     for command in (
         ["check", "rules", "--lint=all", "--lint-fatal", *map(str, files)],
-        ["check", "config", "--syntax-only", str(INFRA / "prometheus/prometheus.yml")],
+        ["check", "config", str(INFRA / "prometheus/prometheus.yml")],
     ):
         told = subprocess.run(
             ["promtool", *command], capture_output=True, text=True, timeout=60, check=False

@@ -93,10 +93,19 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "DAG",
     ),
     "stale": (
-        {"replicas": [replica(stale="pointer_vanished")]},
+        {"replicas": [replica(stale="pointer_backwards")]},
         "warn",
-        "may lag behind what was published: pointer_vanished",
+        "may lag behind what was published: pointer_backwards",
         "restore",
+    ),
+    "an emptied Redis": (
+        {
+            "replicas": [replica(stale="pointer_vanished")],
+            "lately": lately(hits=500, fallbacks=500),
+        },
+        "bad",
+        "Redis came back without its pointer",
+        "larder restore",
     ),
     "refused": (
         {
@@ -285,14 +294,14 @@ def test_the_worst_comes_first_and_the_others_are_told_too() -> None:
     found = verdict(body(**changes))
 
     assert found["level"] == "bad" and "99% full" in found["sentence"]
-    assert [each for each in found["also"] if "pointer_vanished" in each]
+    assert [each for each in found["also"] if "pointer_backwards" in each]
 
 
 def test_answers_without_events_are_not_taken_for_a_pointer_that_went_astray() -> None:
-    both = replica(stale="events_behind,pointer_vanished")
+    both = replica(stale="events_behind,pointer_backwards")
     found = verdict(body(events=events(), replicas=[both]))
 
-    assert "may lag behind what was published: pointer_vanished." in found["sentence"]
+    assert "may lag behind what was published: pointer_backwards." in found["sentence"]
     assert [each for each in found["also"] if "lack accepted events" in each]
 
 
