@@ -138,10 +138,16 @@ def publish(
     attempt: str,
     progress: Progress = quiet,
 ) -> Step:
-    """The canary's generation made live for everybody, as any other; Conflict when another than the one named runs."""
+    """The canary's generation made live for everybody, as any other, with what its measures said when it was.
+
+    Raises Conflict when another than the one named runs.
+    """
     with open_releases(config) as releases:
-        chosen = _running(releases.control, generation).generation
-    return publish_step.run(config, {"generation": chosen}, attempt=attempt, progress=progress)
+        canary = _running(releases.control, generation)
+        verdict, against = decide(compare(releases.control.replicas(), canary), config.canary)
+    build = {"generation": canary.generation}
+    published = publish_step.run(config, build, attempt=attempt, progress=progress)
+    return {**published, "verdict": verdict, "against": against}
 
 
 def abandon(

@@ -1,7 +1,7 @@
 """Console of the shell: bars while it works, tables when it is done."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -114,14 +114,24 @@ class CommandPlace:
 
 
 def table_of(found: dict[str, Any]) -> Table:
-    """A row for each name that has a value."""
+    """A row for each name that has a value; what has names of its own is one row, or a row for each of them."""
     table = Table(show_header=False, box=None)
-    for name, value in found.items():
-        if value is None or value == []:
-            continue
-        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    for name, text in _rows(found):
         table.add_row(name, Text(text))
     return table
+
+
+def _rows(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in found.items():
+        name = f"{prefix}{key}"
+        if value is None or value in ([], {}):
+            continue
+        if not isinstance(value, Mapping):
+            yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        elif any(isinstance(each, Mapping | list) for each in value.values()):
+            yield from _rows(value, f"{name} ")
+        else:
+            yield name, ", ".join(f"{inner} {each}" for inner, each in value.items())
 
 
 def show(found: Found | str, out: Console) -> None:
