@@ -4,7 +4,10 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cache.errors import SourceError
 from cache.process.command_line import json_text
+
+_SETTINGS = ("user_column", "item_column", "timestamp_column")
 
 if TYPE_CHECKING:
     from precompute.adapters.folder import ImportReport
@@ -17,9 +20,20 @@ def main(words: Sequence[str], *, prog: str) -> int:
 
     with bars_on(err, is_quiet=sent.json) as progress:
         progress("import", 0, 0)
-        report = _vectors(sent) if sent.kind == "vectors" else _implicit(sent)
+        try:
+            report = _vectors(sent) if sent.kind == "vectors" else _implicit(sent)
+        except SourceError as error:
+            raise _in_flags(error) from error
     print(json_text(report.to_json()) if sent.json else "\n".join(report.lines()))
     return 0
+
+
+def _in_flags(error: SourceError) -> SourceError:
+    """The error with this command's options in place of the settings and arguments that they stand for."""
+    message = error.message
+    for name in _SETTINGS:
+        message = message.replace(f"name it by {name}", f"name it by --{name.replace('_', '-')}")
+    return SourceError(message, **error.details)
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
@@ -55,6 +69,10 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
             about = f"column of {what} ids in a table of clicks, default: %(default)s"
             each.add_argument(f"--{what}-column", default=what, metavar="NAME", help=about)
         each.add_argument(
+            "--timestamp-column", default="timestamp", metavar="NAME",
+            help="column of times, which put clicks in their order, default: %(default)s",
+        )  # fmt: skip
+        each.add_argument(
             "--item-ids", metavar="FILE", help="one id a line, in the order of the rows"
         )
         each.add_argument("--user-ids", metavar="FILE", help="the same of users")
@@ -70,7 +88,10 @@ def _clicks(sent: argparse.Namespace) -> Any:
     from cache.config.sections import Sources
 
     return Sources(
-        interactions=(sent.clicks,), user_column=sent.user_column, item_column=sent.item_column
+        interactions=(sent.clicks,),
+        user_column=sent.user_column,
+        item_column=sent.item_column,
+        timestamp_column=sent.timestamp_column,
     )
 
 

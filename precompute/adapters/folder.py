@@ -82,6 +82,8 @@ class ImportReport:
     """Number of clicks given that are not in the folder, by the reason in words."""
     is_again: bool = False
     """True if an earlier import into the same folder was replaced, its settings kept."""
+    had_times: bool = False
+    """True if the clicks came with times: they are written in that order, without the times."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of all of it."""
@@ -99,6 +101,7 @@ class ImportReport:
         return [
             f"{self.model}: {size}, {self.dims} dimensions, {self.metric}",
             *([f"clicks left out: {left}"] if left else []),
+            *(["times of clicks put them in order, and are not written"] if self.had_times else []),
             *([f"{self.folder}: {again}"] if self.is_again else []),
             f"a history becomes a vector by {self.fold_in}"
             + (f" (recall@20 of what was held out: {tried})" if tried else ""),
@@ -180,6 +183,7 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
         0 if made.clicks is None else int(made.clicks.matrix.nnz), made.items.dims, made.metric, made.fold_in,
         dict(made.recalls), compared, size_bytes, round(time.perf_counter() - began, 3), limits,
         {} if made.clicks is None else dict(made.clicks.left_out), is_again,
+        made.clicks is not None and made.clicks.is_ordered,
     )  # fmt: skip
     write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report

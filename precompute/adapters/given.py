@@ -95,6 +95,18 @@ class NothingKnown(SourceError):
     """No click is of a known user on a known item."""
 
 
+def _ids_remedy(users: Any, items: Any) -> str:
+    """What to do where no id of the clicks is known: most often the model's rows were given no ids."""
+    unnamed = [
+        f"{what}_ids (--{what}-ids)"
+        for what, ids in (("user", users), ("item", items))
+        if ids is not None and len(ids) and ids[len(ids) - 1].as_py() == str(len(ids) - 1)
+    ]
+    if not unnamed:
+        return "are the ids the same?"
+    return f"the model's rows are called by their numbers: give {' and '.join(unnamed)}, one id a line in their order"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ClickMatrix:
     """Clicks of users on items, by the rows of both: a CSR matrix [users, items] of weights above 0.
@@ -174,7 +186,7 @@ class ClickMatrix:
         kept = (row >= 0) & (column >= 0)
         if not kept.any():
             raise NothingKnown(
-                f"{where}: not one click is of a known user on a known item; are the ids the same?"
+                f"{where}: not one click is of a known user on a known item; {_ids_remedy(users, items)}"
             )
         found = cls.in_order(row[kept], column[kept], time[kept], names, len(items))
         return replace(found, left_out={**found.left_out, _UNKNOWN: int((~kept).sum())})

@@ -83,6 +83,11 @@ def test_what_is_served_is_what_the_library_recommends(
             "give the .npz file that `model.save` w",
         ),
         (("implicit", "model.npz", "--clicks", "turned.npz"), "give its transpose"),
+        (("implicit", "model.npz", "--clicks", "named.csv"), "name it by --user-column"),
+        (
+            ("implicit", "model.npz", "--clicks", "shop.csv"),
+            "give user_ids (--user-ids) and item_ids (--item-ids)",
+        ),
     ],
 )
 def test_what_cannot_be_imported_is_told_in_one_line(
@@ -93,6 +98,9 @@ def test_what_cannot_be_imported_is_told_in_one_line(
     (tmp_path / "pickled.pkl").write_bytes(b"\x80\x04.")
     sp.save_npz(tmp_path / "clicks.npz", sp.csr_matrix(np.ones((3, 4))))
     sp.save_npz(tmp_path / "turned.npz", sp.csr_matrix(np.ones((4, 3))))
+
+    (tmp_path / "named.csv").write_text("customer,item\na,b\n")
+    (tmp_path / "shop.csv").write_text("user,item\nanna,hat\n")
 
     told = larder(tmp_path, "import", *words, "--to", "shop", code=2)
 
@@ -136,12 +144,17 @@ def test_an_import_that_died_on_its_way_can_be_run_again(
 def test_the_report_counts_what_it_left_out_and_says_what_it_replaced(tmp_path: Path) -> None:
     np.save(tmp_path / "items.npy", np.eye(4, dtype=np.float32))
     (tmp_path / "clicks.csv").write_text(
-        "user,item\na,0\na,0\nb,1\nb,elsewhere\n" + "".join(f"u{n},{n % 4}\n" for n in range(30))
+        "user,item,at\na,0,1\na,0,2\nb,1,3\nb,elsewhere,4\n"
+        + "".join(f"u{n},{n % 4},{n}\n" for n in range(30))
     )
-    words = ("import", "vectors", "--items", "items.npy", "--clicks", "clicks.csv", "--to", "shop")
+    words = (
+        "import", "vectors", "--items", "items.npy", "--clicks", "clicks.csv", "--to", "shop",
+        "--timestamp-column", "at",
+    )  # fmt: skip
 
     first, again = (larder(tmp_path, *words) for _ in range(2))
 
     for said in (first, again):
         assert "clicks left out: 1 repeats, 1 of unknown users or items\n" in said
+        assert "times of clicks put them in order, and are not written" in said
     assert "is replaced, its larder.toml kept" in again and "is replaced" not in first

@@ -214,6 +214,15 @@ class TestClicks:
         with pytest.raises(SourceError, match="not one click is of a known user on a known item"):
             ClickMatrix.of(path, self.USERS, self.ITEMS)
 
+    def test_a_table_with_ids_for_rows_that_were_given_none(self, tmp_path):
+        path = parquet(tmp_path / "clicks.parquet", user=["anna"], item=["hat"])
+        rows = [pa.array([str(row) for row in range(9)])] * 2
+
+        with pytest.raises(SourceError) as error:
+            ClickMatrix.of(path, *rows)
+
+        assert "give user_ids (--user-ids) and item_ids (--item-ids)" in error.value.message
+
     def test_a_table_with_other_columns(self, tmp_path):
         path = parquet(tmp_path / "clicks.parquet", user_id=["x"], item=["y"])
 

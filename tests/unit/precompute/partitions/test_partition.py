@@ -306,7 +306,7 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
         return np.empty(0, np.int64), None, {}
 
     monkeypatch.setattr(input_samples, "usable_inputs", of_nobody)
-    made: Any = SimpleNamespace(config=config, root=tmp_path)
+    made: Any = SimpleNamespace(config=config, root=tmp_path, need=lambda _report: {})
     model: Any = SimpleNamespace(name="user_tower", spec=None)
     with pytest.raises(SourceError, match="no entity of the sources has the inputs"):
         input_samples.sample_inputs(made, items, model)
