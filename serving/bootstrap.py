@@ -138,7 +138,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         grace_s=config.deadline_max_ms / 1000,
     )  # fmt: skip
     refresher.also(config.blocklist_poll_s, arms.look, b"experiments")
-    shelf.pass_on = arms.block
+    refresher.also(config.blocklist_poll_s, arms.enforce)
+    shelf.pass_on = arms.enforce
 
     exposures = ExposureLog(store, name, clock=clock, in_thread=reading)
     refresher.also(FLUSH_S, exposures.flush)
@@ -171,8 +172,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             await peers.aclose()
         if events is not None:
             await events.aclose()
+        await refresher.aclose()  # first: its looks would open arms again
         await arms.aclose()
-        await refresher.aclose()
         await exposures.flush()
         await dashboard.aclose()
         await quality.aclose()

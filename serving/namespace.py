@@ -147,5 +147,7 @@ class ServedArm:
 
     async def aclose(self) -> None:
         """Signs off, and closes the connections."""
-        await self.held.refresher.aclose()
-        await self.held.keyed.aclose()
+        try:
+            await self.held.refresher.aclose()
+        finally:
+            await self.held.keyed.aclose()

@@ -42,6 +42,10 @@ class Stale(Word):
     POINTER_CONFLICTING = "pointer_conflicting", "One move of the pointer names two generations"
     LOAD_FAILED = "load_failed", "The generation that the pointer names cannot be loaded here"
     BLOCKLIST_UNREADABLE = "blocklist_unreadable", "A newer blocklist may be in force elsewhere"
+    BLOCKLIST_NOT_ENFORCED = (
+        "blocklist_not_enforced",
+        "A blocklist could not be put in force here: the replica is not ready until it is",
+    )
     EVENTS_BEHIND = (
         "events_behind",
         "Events, or values that they set, were accepted that are not counted here yet",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from cache.format.manifest import CUT_CHARS
+from serving.answers.reasons import Stale
 from serving.answers.sources import FALLBACKS, STORED
 from serving.events.counts import ACCEPTED, ERASED, REPEATED
 from serving.fresh.event_follower import BEHIND
@@ -26,8 +27,6 @@ INBOX_WARN_S = 60
 """Seconds that events may wait in the inbox: what a consumer that died has is taken by another one after 30."""
 REJECTED_WARN = 0.05
 """Share of the events that may be rejected, those of who was erased apart."""
-POINTER_VANISHED = "pointer_vanished"
-"""Word of a replica whose Redis no longer has a pointer."""
 _ROOM = (
     "A night makes room: larder night. If it fills again: [events] stream_bytes, and its maxmemory."
 )
@@ -108,7 +107,7 @@ def _redis(body: Body) -> Iterator[Finding]:
 
 def _lost_pointer(body: Body) -> Iterator[Finding]:
     # Without Redis nobody can tell, and that is said already.
-    if body["whole"] and POINTER_VANISHED in _stale_words(body):
+    if body["whole"] and Stale.POINTER_VANISHED in _stale_words(body):
         yield Finding(
             "bad",
             "Redis came back without its pointer, so perhaps without any page.",
@@ -117,7 +116,7 @@ def _lost_pointer(body: Body) -> Iterator[Finding]:
 
 
 def _stale(body: Body) -> Iterator[Finding]:
-    reasons = sorted(_stale_words(body) - {BEHIND, POINTER_VANISHED})
+    reasons = sorted(_stale_words(body) - {BEHIND, Stale.POINTER_VANISHED})
     # Without Redis this is said already.
     if body["whole"] and reasons:
         yield Finding(

@@ -1,21 +1,27 @@
 """Namespaces of the arms of all experiments, held beside the replica's own for as long as an experiment names them."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from enum import Enum
 from typing import Any, Protocol
 
 from cache.control.allotment import BUCKETS, size_of
 from cache.control.key_split import Owners, Split
 from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
-from cache.store.blocklist import Blocklist
 from cache.store.experiments import VERSIONS, Experiment, Experiments
 from serving.answers.reasons import Stale
 from serving.generations.store_threads import InThread
 from serving.lookup.service import LookupService
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Seconds until a namespace that could not be started is tried again; twice as many after each further try."""
+RETRY_MAX_S = 60.0
+_CANCEL_AGAIN_S = 0.1
 
 
 class ArmNamespace(Protocol):
@@ -30,10 +36,70 @@ class ArmNamespace(Protocol):
         """Loads what is live there, beats, and goes on following; returns also where nothing can be loaded yet."""
 
     async def aclose(self) -> None:
-        """Signs off and lets go of everything."""
+        """Signs off and lets go of everything, also of what a start that was broken off has opened."""
 
     async def drain(self) -> None:
-        """Signs off, while answers go on."""
+        """Signs off, while answers go on; a start that is under way never signs on."""
+
+
+class ArmState(Enum):
+    """What is done with the namespace of an arm at this moment."""
+
+    STARTING = "starting"
+    """It is opened, and loads what is live; it answers nobody."""
+    HELD = "held"
+    """An experiment names it, and it answers."""
+    DRAINING = "draining"
+    """No experiment names it any more; requests that captured it go on."""
+    CLOSING = "closing"
+    """It is being closed; until that is done it is not opened again."""
+    FAILED = "failed"
+    """It could not be started, and is closed; it is tried again later."""
+    CLOSED = "closed"
+    """It is gone."""
+
+
+_NEXT: Mapping[ArmState, frozenset[ArmState]] = {
+    ArmState.STARTING: frozenset({ArmState.HELD, ArmState.FAILED, ArmState.CLOSING}),
+    ArmState.HELD: frozenset({ArmState.DRAINING, ArmState.CLOSING}),
+    ArmState.DRAINING: frozenset({ArmState.HELD, ArmState.CLOSING}),
+    ArmState.CLOSING: frozenset({ArmState.CLOSED}),
+    ArmState.FAILED: frozenset({ArmState.STARTING, ArmState.CLOSED}),
+    ArmState.CLOSED: frozenset(),
+}
+
+
+class Arm:
+    """Namespace of an arm, from its opening to its end. `Arms` alone moves it from state to state."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = ArmState.STARTING
+        self.namespace: ArmNamespace | None = None
+        """None before it is opened, and once it is closed."""
+        self.failures = 0
+        self.retry_at = 0.0
+        self.draining_since = 0.0
+        self.task: asyncio.Task[None] | None = None
+        """Task that starts or closes it."""
+
+    def enter(self, state: ArmState) -> None:
+        """Move on to a state; raises RuntimeError where that one cannot follow."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(
+                f"arm {self.name} cannot become {state.value}: it is {self.state.value}"
+            )
+        self.state = state
+
+    @property
+    def answering(self) -> LookupService | None:
+        """Service that answers from it; None unless it is held, has loaded something, and obeys its blocklists."""
+        if self.namespace is None or self.state not in (ArmState.HELD, ArmState.DRAINING):
+            return None
+        service = self.namespace.service
+        shelf = service.follower.shelf
+        obeys = shelf.is_blocklist_known and shelf.enforcement_error is None
+        return service if obeys and shelf.holding is not None else None
 
 
 class Routing:
@@ -63,7 +129,8 @@ class Routing:
 class Arms:
     """Follows the record of the experiments, and holds the namespaces that it names.
 
-    A namespace that is named no more is let go `grace_s` later: requests that captured it have ended by then.
+    Looks follow one after the other and wait for no namespace: each is started and closed by a task of its own. One
+    that is named no more is let go `grace_s` later: requests that captured it have ended by then.
     """
 
     def __init__(
@@ -85,35 +152,57 @@ class Arms:
         self._open = open_namespace
         self._in_thread = in_thread
         self._grace_s, self._timer = grace_s, timer
-        self._held: dict[str, ArmNamespace] = {}
-        self._leaving: dict[str, float] = {}
+        self._arms: dict[str, Arm] = {}
+        """By namespace; a namespace stays until it is closed, so that none is open twice."""
+        self._looking = asyncio.Lock()
+        self._is_ending = False
 
     def service(self, namespace: str) -> LookupService | None:
-        """The service of a namespace; None if it is not held, or nothing of it is loaded."""
+        """The service of a namespace; None if it does not answer here."""
         if namespace == self.namespace:
             return self.own
-        held = self._held.get(namespace)
-        return None if held is None or held.service.follower.holding is None else held.service
+        arm = self._arms.get(namespace)
+        return None if arm is None else arm.answering
 
     @property
     def services(self) -> tuple[LookupService, ...]:
-        """All that is held beside the own namespace."""
-        return tuple(each.service for each in self._held.values())
+        """All that answer beside the own namespace."""
+        answering = [arm.answering for arm in self._arms.values()]
+        return tuple(service for service in answering if service is not None)
+
+    @property
+    def states(self) -> dict[str, ArmState]:
+        """State of each namespace that is, or is to be, held beside the own one."""
+        return {name: arm.state for name, arm in self._arms.items()}
 
     async def look(self) -> None:
-        """Takes over the newest version; one that cannot be read leaves the last in force, marked."""
-        follower = self.own.follower
-        try:
-            found = await self._in_thread(_newer, self._store, self.record.version)
-        except (LarderError, OSError, ValueError) as error:
-            follower.note("experiments", Stale.EXPERIMENTS_UNREADABLE, str(error))
-        else:
-            follower.note("experiments", None)
-            self.record = found or self.record
-        await self._hold(self.record.namespaces(self.namespace))
-        self.routing = Routing(self.record) if self.record.current else None
-        self.own.metrics.experiments_version.set(self.record.version)
-        follower.shelf.divide(by_experiments=bool(self.record.running))
+        """Take over the newest version; one that cannot be read leaves the last in force, marked."""
+        async with self._looking:
+            follower = self.own.follower
+            try:
+                newer = await self._in_thread(_newer, self._store, self.record.version)
+            except (LarderError, OSError, ValueError) as error:
+                follower.note("experiments", Stale.EXPERIMENTS_UNREADABLE, str(error))
+            else:
+                follower.note("experiments", None)
+                self.record = newer or self.record
+            self.routing = Routing(self.record) if self.record.current else None
+            self.own.metrics.experiments_version.set(self.record.version)
+            follower.shelf.divide(by_experiments=bool(self.record.running))
+            if not self._is_ending:
+                self._move_on()
+
+    async def enforce(self) -> None:
+        """Have every arm obey the blocklist of the own namespace; costs nothing where all do.
+
+        One that cannot keeps no other from it, and answers nobody until a later call succeeds.
+        """
+        await asyncio.gather(*(self._enforce(arm) for arm in list(self._arms.values())))
+
+    async def settled(self) -> None:
+        """Return once no namespace is being started or closed."""
+        while tasks := {arm.task for arm in self._arms.values() if arm.task is not None}:
+            await asyncio.wait(tasks)
 
     def told(self) -> list[dict[str, Any]]:
         """Experiments for the dashboard, each with its arms, the control first."""
@@ -138,51 +227,114 @@ class Arms:
 
     def _live(self, namespace: str) -> str | None:
         service = self.service(namespace)
-        held = None if service is None else service.follower.holding
-        return None if held is None else held.live.generation
-
-    async def block(self, blocklist: Blocklist) -> None:
-        """Has no arm serve what the own namespace blocks."""
-        for each in list(self._held.values()):
-            await each.service.follower.shelf.block_beside(blocklist)
+        holding = None if service is None else service.follower.holding
+        return None if holding is None else holding.live.generation
 
     async def drain(self) -> None:
-        """Signs off in all namespaces."""
-        for each in self._held.values():
-            await each.drain()
+        """Sign off in all namespaces, and open no more."""
+        self._is_ending = True
+        opened = [arm.namespace for arm in self._arms.values() if arm.namespace is not None]
+        await asyncio.gather(*(namespace.drain() for namespace in opened), return_exceptions=True)
 
     async def aclose(self) -> None:
-        """Lets go of all namespaces."""
-        while self._held:
-            _, held = self._held.popitem()
-            await held.aclose()
+        """Let go of all namespaces; none is opened again."""
+        self._is_ending = True
+        for arm in list(self._arms.values()):
+            self._drop(arm)
+        await self.settled()
 
-    async def _hold(self, wanted: tuple[str, ...]) -> None:
-        for name in wanted:
-            self._leaving.pop(name, None)
-            if name not in self._held:
-                await self._begin(name)
-        for name in [each for each in self._held if each not in wanted]:
-            since = self._leaving.setdefault(name, self._timer())
-            if self._timer() - since >= self._grace_s:
-                del self._leaving[name]
-                await self._held.pop(name).aclose()
-                log.info("namespace %s is held no more", name)
+    def _move_on(self) -> None:
+        """Move each arm on as the record and the clock say; nothing here waits."""
+        now, named = self._timer(), self.record.namespaces(self.namespace)
+        for name in named:
+            arm = self._arms.get(name)
+            if arm is None:
+                self._begin(Arm(name))
+            elif arm.state is ArmState.DRAINING:
+                arm.enter(ArmState.HELD)
+            elif arm.state is ArmState.FAILED and now >= arm.retry_at:
+                arm.enter(ArmState.STARTING)
+                self._begin(arm)
+        for arm in [arm for arm in self._arms.values() if arm.name not in named]:
+            if arm.state is ArmState.HELD:
+                arm.enter(ArmState.DRAINING)
+                arm.draining_since = now
+            if arm.state is not ArmState.DRAINING or now - arm.draining_since >= self._grace_s:
+                self._drop(arm)
 
-    async def _begin(self, name: str) -> None:
-        opened = self._open(name)
+    def _begin(self, arm: Arm) -> None:
+        self._arms[arm.name] = arm
+        self._work(arm, self._start(arm))
+
+    def _drop(self, arm: Arm) -> None:
+        if arm.state is ArmState.FAILED:
+            arm.enter(ArmState.CLOSED)
+            del self._arms[arm.name]
+        elif arm.state is not ArmState.CLOSING:
+            starting = arm.task
+            arm.enter(ArmState.CLOSING)
+            if starting is not None:
+                starting.cancel()
+            self._work(arm, self._close(arm, starting))
+
+    def _work(self, arm: Arm, work: Coroutine[Any, Any, None]) -> None:
+        arm.task = task = asyncio.create_task(work)
+
+        def ended(_task: asyncio.Task[None]) -> None:
+            if arm.task is task:
+                arm.task = None
+
+        task.add_done_callback(ended)
+
+    async def _start(self, arm: Arm) -> None:
         try:
-            await opened.service.follower.shelf.block_beside(self.own.follower.shelf.blocklist)
-            await opened.start()
-        except Exception:  # the other namespaces are held all the same; the next look tries again
-            log.exception("namespace %s cannot be held", name)
-            await opened.aclose()
-            return
-        except BaseException:
-            await opened.aclose()
-            raise
-        self._held[name] = opened
-        log.info("namespace %s is held for experiments", name)
+            arm.namespace = namespace = self._open(arm.name)
+            if self._is_ending:
+                await namespace.drain()
+            await self._enforce(arm)
+            await namespace.start()
+            # Loading takes minutes, in which more may have been blocked.
+            await self._enforce(arm)
+        except Exception:
+            arm.failures += 1
+            wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(arm.failures - 1, 10))
+            log.exception("namespace %s cannot be held; trying again in %g s", arm.name, wait_s)
+            await self._let_go(arm)
+            if arm.state is ArmState.STARTING:
+                arm.retry_at = self._timer() + wait_s
+                arm.enter(ArmState.FAILED)
+        else:
+            if arm.state is ArmState.STARTING:  # a cancellation may have been lost
+                arm.failures = 0
+                arm.enter(ArmState.HELD)
+                log.info("namespace %s is held for experiments", arm.name)
+
+    async def _close(self, arm: Arm, starting: asyncio.Task[None] | None) -> None:
+        while starting is not None and not starting.done():
+            # Again and again: a client library may lose a cancellation that meets its reply.
+            starting.cancel()
+            await asyncio.wait({starting}, timeout=_CANCEL_AGAIN_S)
+        await self._let_go(arm)
+        arm.enter(ArmState.CLOSED)
+        del self._arms[arm.name]
+        log.info("namespace %s is held no more", arm.name)
+
+    async def _let_go(self, arm: Arm) -> None:
+        if arm.namespace is not None:
+            try:
+                await arm.namespace.aclose()
+            except Exception:  # whatever is left of it, the others go on
+                log.exception("namespace %s cannot be closed in order", arm.name)
+        arm.namespace = None
+
+    async def _enforce(self, arm: Arm) -> None:
+        """Have an arm obey the own namespace's blocklist, also where that changes meanwhile."""
+        own, is_enforced = self.own.follower.shelf, True
+        while is_enforced and arm.namespace is not None:
+            arm_shelf = arm.namespace.service.follower.shelf
+            is_enforced = await arm_shelf.block_beside(own.blocklist)
+            if arm_shelf.beside is own.blocklist:
+                return
 
 
 def _newer(store: ArtefactStore, current: int) -> Experiments | None:

@@ -15,11 +15,16 @@ from serving.requests.models import Reported, RequestedArm, RequestedEntity, Req
 
 
 class Assigned(NamedTuple):
-    """Arm of an experiment that answers a request, and the key that chose it; None where the caller did."""
+    """Arm of an experiment that answers a request, and the key that chose it; None where the caller did.
+
+    All of it is as the request was routed: the experiment may have been stopped when the answers are there.
+    """
 
     experiment: str
     arm: str
     key: bytes | None
+    is_sampled: bool = False
+    """True if the key's exposures are written down."""
 
 
 class ExperimentRouter:
@@ -54,17 +59,17 @@ class ExperimentRouter:
         service = self._serving(name, arm)
         if service is None or not _can_answer(service, entities):
             return self._aside(own, "not_held")
-        return service, Assigned(name, arm, key)
+        return service, Assigned(name, arm, key, routing.is_sampled(name, key))
 
     def mark(self, assigned: Assigned | None, answers: list[Answer]) -> list[Answer]:
         """The answers of a request, each with its arm, counted; without an arm as they are."""
         if assigned is None:
             return answers
-        name, arm, key = assigned
+        name, arm, key, _ = assigned
         for each in answers:
             each["experiment"], each["arm"] = name, arm
         if key is not None:
-            self._note(name, arm, key)
+            self._note(assigned, key)
             self._metrics.experiment_requests.labels(name, arm).inc()
             for each in answers:
                 self._metrics.experiment_answers.labels(name, arm, each["source"]).inc()
@@ -93,12 +98,11 @@ class ExperimentRouter:
         self._metrics.experiment_feedback.labels(*found, event).inc(told.count)
         return {"arm": arm, "experiment": "=".join(found)}
 
-    def _note(self, experiment: str, arm: str, key: bytes) -> None:
-        """Writes a request down: no erased or blocked key, and none that the experiment's sample leaves out."""
-        routing, blocked = self._arms.routing, self._arms.own.follower.shelf.blocklist
-        is_logged = routing is not None and routing.is_sampled(experiment, key)
-        is_logged = is_logged and key not in blocked.users and key not in blocked.entities
-        self.exposures.request(experiment, arm, key if is_logged else None)
+    def _note(self, assigned: Assigned, key: bytes) -> None:
+        """Write a request down: no erased or blocked key, and none that the experiment's sample leaves out."""
+        blocked = self._arms.own.follower.shelf.blocklist
+        is_logged = assigned.is_sampled and key not in blocked.users and key not in blocked.entities
+        self.exposures.request(assigned.experiment, assigned.arm, key if is_logged else None)
 
     def _running(self, experiment: str, arm: str) -> LookupService | None:
         """The service of an arm of an experiment that runs."""

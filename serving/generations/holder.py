@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
@@ -20,6 +21,8 @@ from serving.generations.served_set import Holding, NewerOfItems, SnapshotUpdate
 from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
 from serving.metrics.registry import Metrics
+
+log = logging.getLogger(__name__)
 
 Warm = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
 """(coming, current): reads ahead for the coming one what callers ask for; nothing is current at the start."""
@@ -57,14 +60,17 @@ class Shelf:
     ) -> None:
         self.holding: Holding | None = None
         self.blocklist = Blocklist()
+        """Blocklist that all generations held are to obey; each snapshot has the one that it obeys."""
         self.is_blocklist_known = False
+        self.enforcement_error: str | None = None
+        """Error of the last try to put `blocklist` in force; None where that succeeded."""
         self.attributes = AttributeEvents() if attributes is None else attributes
         """Attributes that events set, filled by who follows these; `take_values` puts them in force."""
         self.new_items = NewItemEvents() if new_items is None else new_items
         """Items that events brought, likewise."""
-        self.pass_on: Callable[[Blocklist], Coroutine[Any, Any, None]] | None = None
-        """Told of each blocklist that is in force from then on."""
-        self._own, self._beside = Blocklist(), Blocklist()
+        self.pass_on: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """Has others obey `blocklist` as well; called each time it has changed."""
+        self._own, self.beside = Blocklist(), Blocklist()
         self.changed: Callable[[], None] = lambda: None
         self.swap: Swap | None = None
         self.canary: Canary | None = None
@@ -167,7 +173,7 @@ class Shelf:
 
     def put(self, holding: Holding) -> None:
         """Replaces `holding`: the one place where what is held changes, except for the blocklist."""
-        if any(each.blocklist is not self.blocklist for each in holding.snapshots):
+        if not self._is_enforced(holding):
             # It changed while this one was loading.
             holding = holding.with_blocklist(self.blocklist)
         canary, split = self.canary, None
@@ -180,27 +186,50 @@ class Shelf:
         self._metrics.hold(self.holding.roles, is_degraded=live.degraded is not None)
         self._metrics.fallback.set(live.fallback is not None)
 
-    async def block(self, blocklist: Blocklist) -> None:
-        """Puts a blocklist in force for all that is held and all that is loading."""
+    async def block(self, blocklist: Blocklist) -> bool:
+        """Put a version of the own blocklist in force, and pass it on; return `enforce()`."""
         self._own, self.is_blocklist_known = blocklist, True
-        await self._enforce()
+        self._combine()
+        is_enforced = await self.enforce()
         if self.pass_on is not None:
-            await self.pass_on(self.blocklist)
+            await self.pass_on()
+        return is_enforced
 
-    async def block_beside(self, other: Blocklist) -> None:
-        """Puts in force what another namespace blocks, beside the own blocklist."""
-        self._beside = other
-        await self._enforce()
+    async def block_beside(self, other: Blocklist) -> bool:
+        """Put in force what another namespace blocks, beside the own blocklist; return `enforce()`."""
+        if other is not self.beside:
+            self.beside = other
+            self._combine()
+        return await self.enforce()
 
-    async def _enforce(self) -> None:
-        is_alone = self._beside == Blocklist()
-        self.blocklist = self._own if is_alone else self._own.with_all_of(self._beside)
-        # The newest each time: where both lists change at once, both callers end with the same.
-        while (held := self.holding) is not None and held.live.blocklist is not self.blocklist:
-            blocked = await asyncio.to_thread(held.with_blocklist, self.blocklist)
-            if self.holding is held:
-                self.holding = blocked
+    async def enforce(self) -> bool:
+        """Have all generations held obey `blocklist`; costs nothing where they do.
+
+        Return False where that failed: then answers obey the list before, `enforcement_error` says why, and whoever
+        follows the blocklist calls this again.
+        """
+        try:
+            # The newest each time: where both lists change at once, both callers end with the same.
+            while (holding := self.holding) is not None and not self._is_enforced(holding):
+                obeying = await asyncio.to_thread(holding.with_blocklist, self.blocklist)
+                if self.holding is holding:
+                    self.holding = obeying
+        except Exception as error:  # no thread, no memory: both may pass
+            self.enforcement_error = str(error)
+            log.exception(
+                "version %d of the blocklist cannot be put in force", self.blocklist.version
+            )
+            return False
+        self.enforcement_error = None
         self._metrics.blocklist_version.set(self.blocklist.version)
+        return True
+
+    def _combine(self) -> None:
+        is_alone = self.beside == Blocklist()
+        self.blocklist = self._own if is_alone else self._own.with_all_of(self.beside)
+
+    def _is_enforced(self, holding: Holding) -> bool:
+        return all(snapshot.blocklist is self.blocklist for snapshot in holding.snapshots)
 
     async def take_values(self) -> None:
         """Puts newer values of items' attributes, and new items, in force for all that is held."""

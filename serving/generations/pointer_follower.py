@@ -98,12 +98,17 @@ class Follower:
 
     @property
     def health(self) -> Health:
-        """Health: a replica without Redis stays ready; one that cannot load in time what it saw published does not."""
+        """Health: a replica without Redis stays ready.
+
+        One that cannot load in time what it saw published does not, nor one that cannot obey the blocklist it read.
+        """
         held, overdue = self.holding, self.pursuit.overdue()
         if self.is_draining:
             overdue = "this replica is stopping"
         elif held is not None and overdue is None and not self.shelf.is_blocklist_known:
             overdue = "no version of the blocklist could be read"
+        elif held is not None and overdue is None and self.shelf.enforcement_error is not None:
+            overdue = f"version {self.shelf.blocklist.version} of the blocklist is not in force"
         degraded = None if held is None else held.live.degraded
         ready = held is not None and overdue is None
         failed = overdue or self.failed

@@ -84,6 +84,7 @@ class Refresher:
         """Takes every step once, then keeps taking them in the background."""
         await self.look_at_blocklist()
         await self.follower.look()
+        await self.look_at_blocklist()  # loading takes minutes, in which more may have been blocked
         await self.beat()
         self.follower.shelf.changed = (
             self._wake_beat.set
@@ -112,15 +113,23 @@ class Refresher:
         return min(self._poll_s, _EXPECTING_S) if self.follower.is_expecting else self._poll_s
 
     async def look_at_blocklist(self) -> None:
-        """Takes over the newest blocklist that can be read; what cannot be read leaves the last in force, marked."""
+        """Take over the newest blocklist that can be read; what cannot be read leaves the last in force, marked.
+
+        A version that could not be put in force is tried again at each look, before the store is asked.
+        """
         follower, shelf = self.follower, self.follower.shelf
+        is_enforced = await shelf.enforce()
         current = shelf.blocklist.version if shelf.is_blocklist_known else -1
         try:
             found, trouble = await self._in_thread(newest_blocklist, self._store, current)
         except (LarderError, OSError, ValueError) as error:
             found, trouble = None, str(error)
         if found is not None:
-            await shelf.block(found)
+            is_enforced = await shelf.block(found)
+        if not is_enforced:
+            remedy = f"it is tried again at each look; the error was {shelf.enforcement_error}"
+            follower.note("blocklist", Stale.BLOCKLIST_NOT_ENFORCED, remedy)
+            return
         follower.note("blocklist", trouble and Stale.BLOCKLIST_UNREADABLE, trouble or "")
         if trouble is None:
             self.blocklist_read_at = self._timer()

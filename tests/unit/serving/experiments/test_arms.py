@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 
 from cache.control.allotment import allotted
+from cache.errors import ConfigError
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.experiments import Experiment, ExperimentArm, Experiments, change_experiments
-from serving.experiments.arms import Arms, Routing
+from serving.experiments.arms import RETRY_MAX_S, RETRY_S, Arm, Arms, ArmState, Routing
 from serving.lookup.service import LookupService
 from serving.metrics.registry import Metrics
 from tests.fakes import FakeClock
@@ -32,12 +33,20 @@ def experiment(name: str = "e", other: str = "second", sample: float = 1.0) -> E
 
 @dataclass
 class FakeShelf:
+    holding: Any = "loaded"
     divided: bool = False
     blocklist: Blocklist = field(default_factory=Blocklist)
     beside: Blocklist | None = None
+    is_blocklist_known: bool = True
+    enforcement_error: str | None = None
+    has_threads: bool = True
+    """False while nothing can be put in force."""
 
-    async def block_beside(self, other: Blocklist) -> None:
+    async def block_beside(self, other: Blocklist) -> bool:
         self.beside = other
+        await asyncio.sleep(0)
+        self.enforcement_error = None if self.has_threads else "can't start new thread"
+        return self.has_threads
 
     def divide(self, *, by_experiments: bool) -> None:
         self.divided = by_experiments
@@ -46,8 +55,11 @@ class FakeShelf:
 @dataclass
 class FakeFollower:
     shelf: FakeShelf = field(default_factory=FakeShelf)
-    holding: Any = "loaded"
     concerns: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def holding(self) -> Any:
+        return self.shelf.holding
 
     def note(self, about: str, why: str | None, _remedy: str = "") -> None:
         if why is None:
@@ -64,18 +76,24 @@ class FakeService:
 
 @dataclass
 class FakeNamespace:
+    """A namespace that only notes what is done with it; its start and its end last while their gates are closed."""
+
     log: list[str]
     name: str
+    starts: asyncio.Event
+    ends: asyncio.Event
     fails: bool = False
     service: Any = field(default_factory=FakeService)
 
     async def start(self) -> None:
         self.log.append(f"start {self.name}")
+        await self.starts.wait()
         if self.fails:
             raise OSError("no")
 
     async def aclose(self) -> None:
         self.log.append(f"close {self.name}")
+        await self.ends.wait()
 
     async def drain(self) -> None:
         self.log.append(f"drain {self.name}")
@@ -90,67 +108,106 @@ class Scene:
     clock: FakeClock = field(default_factory=FakeClock)
     own: FakeService = field(default_factory=FakeService)
     failing: set[str] = field(default_factory=set)
+    unconfigured: set[str] = field(default_factory=set)
+    opened: dict[str, FakeNamespace] = field(default_factory=dict)
+    """The last of each name."""
 
     def __post_init__(self) -> None:
         self.store = ArtefactStore(str(self.folder))
+        self.starts, self.ends = asyncio.Event(), asyncio.Event()
+        self.starts.set()
+        self.ends.set()
         self.arms = Arms(
-            cast(LookupService, self.own), "own", self.store,
-            lambda name: FakeNamespace(self.log, name, name in self.failing),
+            cast(LookupService, self.own), "own", self.store, self.open,
             in_thread=asyncio.to_thread, grace_s=GRACE_S, timer=self.clock,
         )  # fmt: skip
+
+    def open(self, name: str) -> FakeNamespace:
+        if name in self.unconfigured:
+            raise ConfigError(f"{name} cannot be opened")
+        made = FakeNamespace(self.log, name, self.starts, self.ends, name in self.failing)
+        self.opened[name] = made
+        return made
 
     def write(self, *experiments: Experiment) -> None:
         change_experiments(
             self.store, lambda found: replace(found, salt="own", experiments=experiments)
         )
 
+    async def look(self) -> None:
+        """Looks, and waits until what that begins is done."""
+        await self.arms.look()
+        await self.arms.settled()
+
+    async def begun(self) -> None:
+        """Waits until a start is under way."""
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert self.log
+
+    def block(self, version: int, item: bytes) -> Blocklist:
+        """Puts a version in force in the own namespace, which nobody is told."""
+        self.own.follower.shelf.blocklist = found = Blocklist(version, frozenset({item}))
+        return found
+
+    def beside(self, name: str) -> Blocklist | None:
+        """What a namespace was told to obey last."""
+        found: Blocklist | None = self.opened[name].service.follower.shelf.beside
+        return found
+
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
+async def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
+
+
+OTHER = replace(experiment("f", "third"), buckets=((5_000, 6_000),))
+"""A second experiment beside that of `experiment()`."""
 
 
 async def test_a_namespace_is_held_while_an_experiment_names_it_and_a_while_longer(
     scene: Scene,
 ) -> None:
-    await scene.arms.look()
+    await scene.look()
     assert scene.arms.routing is None and not scene.own.follower.shelf.divided
 
     held_ready = replace(experiment(), started_at=None)
     scene.write(held_ready)
-    await scene.arms.look()
+    await scene.look()
     assert scene.log == ["start second"] and not scene.own.follower.shelf.divided
     assert scene.arms.service("second") is not None and scene.arms.service("third") is None
     assert {scene.arms.routing and scene.arms.routing.of(key) for key in KEYS[:50]} == {None}
 
     scene.write(experiment())
-    await scene.arms.look()
+    await scene.look()
     assert scene.own.follower.shelf.divided
     assert scene.arms.routing is not None
     assert {scene.arms.routing.of(key) for key in KEYS[:50]} == {None, ("e", "a"), ("e", "b")}
 
     scene.write(replace(experiment(), stopped_at=3.0))
-    await scene.arms.look()
+    await scene.look()
     assert scene.arms.routing is None and not scene.own.follower.shelf.divided
     scene.clock.tick(GRACE_S - 1)
-    await scene.arms.look()
-    assert scene.log == ["start second"]
+    await scene.look()
+    assert scene.log == ["start second"] and scene.arms.service("second") is not None
     scene.clock.tick(1)
-    await scene.arms.look()
-    assert scene.log == ["start second", "close second"]
+    await scene.look()
+    assert scene.log == ["start second", "close second"] and scene.arms.states == {}
 
 
 async def test_one_that_is_named_again_in_time_is_not_let_go(scene: Scene) -> None:
     scene.write(experiment())
-    await scene.arms.look()
+    await scene.look()
     scene.write(replace(experiment(), stopped_at=3.0))
-    await scene.arms.look()
+    await scene.look()
+    assert scene.arms.states == {"second": ArmState.DRAINING}
     scene.clock.tick(GRACE_S - 1)
 
     scene.write(replace(experiment(), stopped_at=3.0), experiment("f"))
-    await scene.arms.look()
+    await scene.look()
     scene.clock.tick(GRACE_S)
-    await scene.arms.look()
+    await scene.look()
+    assert scene.arms.states == {"second": ArmState.HELD}
     await scene.arms.drain()
     await scene.arms.aclose()
 
@@ -158,47 +215,248 @@ async def test_one_that_is_named_again_in_time_is_not_let_go(scene: Scene) -> No
 
 
 async def test_no_arm_serves_what_the_own_namespace_blocks(scene: Scene) -> None:
-    scene.own.follower.shelf.blocklist = before = Blocklist(1, frozenset({b"i1"}))
+    before = scene.block(1, b"i1")
+    scene.write(experiment())
+    await scene.look()
+    assert scene.beside("second") is before
+
+    after = scene.block(2, b"i2")
+    await scene.arms.enforce()
+    assert scene.beside("second") is after
+
+
+async def test_what_is_blocked_while_an_arm_starts_is_in_force_before_it_answers(
+    scene: Scene,
+) -> None:
+    scene.starts.clear()
     scene.write(experiment())
     await scene.arms.look()
-    service = scene.arms.service("second")
-    assert service is not None
-    shelf = cast(FakeShelf, service.follower.shelf)
-    assert shelf.beside is before
+    await scene.begun()
+    assert scene.arms.service("second") is None
 
-    await scene.arms.block(after := Blocklist(2, frozenset({b"i2"})))
-    assert shelf.beside is after
+    told = scene.block(1, b"i1")
+    await scene.arms.enforce()
+    assert scene.beside("second") is told
+    untold = scene.block(2, b"i2")  # nobody passes it on
+    scene.starts.set()
+    await scene.arms.settled()
+
+    assert scene.arms.service("second") is not None
+    assert scene.beside("second") is untold
+
+
+async def test_an_arm_that_cannot_obey_answers_nobody_and_keeps_no_other_from_it(
+    scene: Scene,
+) -> None:
+    scene.write(experiment(), OTHER)
+    await scene.look()
+    shelf = scene.opened["second"].service.follower.shelf
+
+    shelf.has_threads = False
+    blocklist = scene.block(1, b"i1")
+    await scene.arms.enforce()
+    assert scene.beside("third") is blocklist and scene.arms.service("third") is not None
+    assert scene.arms.service("second") is None
+    assert scene.arms.services == (scene.opened["third"].service,)
+
+    shelf.has_threads = True
+    await scene.arms.enforce()
+    assert scene.arms.service("second") is not None and scene.beside("second") is blocklist
+
+
+async def test_an_arm_whose_own_blocklist_could_not_be_read_answers_nobody(scene: Scene) -> None:
+    scene.write(experiment())
+    await scene.look()
+    shelf = scene.opened["second"].service.follower.shelf
+
+    shelf.is_blocklist_known = False
+    assert scene.arms.service("second") is None and scene.arms.services == ()
+    shelf.is_blocklist_known = True
+    assert scene.arms.service("second") is not None
+
+
+async def test_a_look_waits_for_no_arm_that_loads(scene: Scene) -> None:
+    scene.write(experiment())
+    await scene.look()
+    assert scene.arms.routing is not None
+    scene.starts.clear()
+
+    scene.write(experiment(), OTHER)
+    async with asyncio.timeout(10):
+        await scene.arms.look()
+        assert scene.arms.states == {"second": ArmState.HELD, "third": ArmState.STARTING}
+        assert scene.arms.routing.experiments.keys() == {"e", "f"}
+        scene.write(replace(experiment(), stopped_at=3.0), OTHER)
+        await scene.arms.look()
+
+    assert {scene.arms.routing.of(key) for key in KEYS[:50]} <= {None, ("f", "a"), ("f", "b")}
+    assert scene.arms.states == {"second": ArmState.DRAINING, "third": ArmState.STARTING}
+    await scene.arms.aclose()
+
+
+async def test_looks_at_the_same_time_open_each_namespace_once(scene: Scene) -> None:
+    scene.starts.clear()
+    scene.write(experiment())
+
+    await asyncio.gather(*(scene.arms.look() for _ in range(3)))
+    scene.starts.set()
+    await scene.arms.settled()
+    await scene.look()
+    await scene.arms.aclose()
+
+    assert scene.log == ["start second", "close second"]
+
+
+async def test_of_looks_at_the_same_time_none_takes_an_older_version_back(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    has_read, is_slow = asyncio.Event(), asyncio.Event()
+
+    async def in_thread(work: Any, *arguments: Any) -> Any:
+        found = await asyncio.to_thread(work, *arguments)
+        if not has_read.is_set():
+            has_read.set()
+            await is_slow.wait()
+        return found
+
+    arms = Arms(
+        cast(LookupService, scene.own), "own", scene.store, scene.open,
+        in_thread=in_thread, grace_s=GRACE_S, timer=scene.clock,
+    )  # fmt: skip
+    scene.write(experiment())
+    first = asyncio.create_task(arms.look())
+    await has_read.wait()
+    scene.write(experiment(), OTHER)
+    second = asyncio.create_task(arms.look())
+    is_slow.set()
+    await asyncio.gather(first, second)
+
+    assert arms.record.version == 2
+    await arms.aclose()
+
+
+async def test_nothing_is_opened_again_once_the_arms_are_let_go(scene: Scene) -> None:
+    scene.write(experiment())
+    await scene.look()
+    scene.ends.clear()
+    closing = asyncio.create_task(scene.arms.aclose())
+    await asyncio.sleep(0)
+
+    await scene.arms.look()
+    scene.ends.set()
+    await closing
+    await scene.look()
+
+    assert scene.log == ["start second", "close second"] and scene.arms.states == {}
+
+
+async def test_a_namespace_is_opened_again_only_once_it_is_closed(scene: Scene) -> None:
+    scene.write(experiment())
+    await scene.look()
+    scene.write(replace(experiment(), stopped_at=3.0))
+    await scene.look()
+    scene.clock.tick(GRACE_S)
+    scene.ends.clear()
+    await scene.arms.look()
+
+    scene.write(replace(experiment(), stopped_at=3.0), experiment("f"))
+    await scene.arms.look()
+    await scene.arms.look()
+    assert scene.arms.states == {"second": ArmState.CLOSING}
+    scene.ends.set()
+    await scene.arms.settled()
+    await scene.look()
+
+    assert scene.log == ["start second", "close second", "start second"]
+    assert scene.arms.service("second") is not None
+
+
+async def test_a_start_that_nobody_wants_any_more_is_broken_off(scene: Scene) -> None:
+    scene.starts.clear()
+    scene.write(experiment())
+    await scene.arms.look()
+    await scene.begun()
+
+    scene.write(replace(experiment(), stopped_at=3.0))
+    async with asyncio.timeout(10):
+        await scene.look()
+
+    assert scene.arms.states == {}
+    assert scene.log == ["start second", "close second"]
+
+
+async def test_what_drains_signs_on_nowhere_and_opens_nothing(scene: Scene) -> None:
+    scene.write(experiment())
+    await scene.arms.look()
+    await scene.arms.drain()
+    scene.write(experiment(), OTHER)
+    await scene.look()
+
+    assert "drain second" in scene.log and "start third" not in scene.log
+    await scene.arms.aclose()
 
 
 async def test_a_version_that_cannot_be_read_leaves_the_last_in_force_marked(scene: Scene) -> None:
     scene.write(experiment())
-    await scene.arms.look()
+    await scene.look()
     path = scene.folder / "experiments" / "000000000002.json"
     path.write_text("{")
 
-    await scene.arms.look()
+    await scene.look()
 
     assert scene.own.follower.concerns == {"experiments": "experiments_unreadable"}
     assert scene.own.follower.shelf.divided and scene.arms.record.version == 1
     path.unlink()
-    scene.write(experiment(), replace(experiment("f", "third"), buckets=((5_000, 6_000),)))
-    await scene.arms.look()
+    scene.write(experiment(), OTHER)
+    await scene.look()
     assert not scene.own.follower.concerns
 
 
-async def test_a_namespace_that_cannot_be_opened_is_tried_again_and_answers_nothing(
+async def test_a_namespace_that_cannot_be_started_is_tried_again_ever_less_often(
     scene: Scene,
 ) -> None:
     scene.failing.add("second")
     scene.write(experiment())
-    await scene.arms.look()
+    await scene.look()
     assert scene.own.follower.shelf.divided
     assert scene.arms.service("second") is None
     assert scene.log == ["start second", "close second"]
 
+    waits = []
+    for _ in range(9):
+        before, waited = len(scene.log), 0
+        while len(scene.log) == before:
+            scene.clock.tick(RETRY_S)
+            waited += 1
+            await scene.look()
+        waits.append(waited * RETRY_S)
+    assert waits == [1, 2, 4, 8, 16, 32, RETRY_MAX_S, RETRY_MAX_S, RETRY_MAX_S]
+
     scene.failing.clear()
-    await scene.arms.look()
+    scene.clock.tick(RETRY_MAX_S)
+    await scene.look()
     assert scene.arms.service("second") is not None
+
+
+async def test_a_namespace_that_cannot_be_opened_touches_no_other(scene: Scene) -> None:
+    scene.unconfigured.add("second")
+    scene.write(experiment(), OTHER)
+    await scene.look()
+
+    assert scene.arms.states == {"second": ArmState.FAILED, "third": ArmState.HELD}
+    assert scene.arms.routing is not None and scene.own.follower.shelf.divided
+    scene.write(OTHER)
+    await scene.look()
+    assert scene.arms.states == {"third": ArmState.HELD}
+
+
+@pytest.mark.parametrize("state", list(ArmState))
+def test_an_arm_goes_only_where_its_state_leads(state: ArmState) -> None:
+    arm = Arm("second")
+    arm.enter(ArmState.CLOSING)
+    arm.enter(ArmState.CLOSED)
+
+    with pytest.raises(RuntimeError, match=f"second cannot become {state.value}: it is closed"):
+        arm.enter(state)
 
 
 @pytest.mark.parametrize("sample", [1.0, 0.25])

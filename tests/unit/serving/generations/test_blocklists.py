@@ -1,11 +1,14 @@
 """Blocklists in force on a shelf: its own, and what another namespace blocks beside it, whichever changes when."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cache.store.blocklist import Blocklist
+from cache.store.blocklist import Blocklist, change_blocklist
+from serving.generations.served_set import Holding
+from serving.http.generations_view import overview
 from tests.unit.serving.scene import A, Scene, pointer
 
 
@@ -57,13 +60,112 @@ async def test_both_may_change_at_once_and_what_changed_last_is_in_force(scene: 
     )
 
 
-async def test_what_is_in_force_is_passed_on(scene: Scene) -> None:
-    told: list[Blocklist] = []
+async def test_what_is_blocked_is_passed_on(scene: Scene) -> None:
+    passed: list[Blocklist] = []
 
-    async def pass_on(found: Blocklist) -> None:
-        told.append(found)
+    async def pass_on() -> None:
+        passed.append(scene.shelf.blocklist)
 
     scene.shelf.pass_on = pass_on
     await scene.shelf.block(blocklist(1, "i1"))
 
-    assert told == [blocklist(1, "i1")]
+    assert passed == [blocklist(1, "i1")]
+
+
+class NoThreads:
+    """Has nothing put in force while `lasts`, as under a limit of processes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.lasts, self.tries = True, 0
+        real = Holding.with_blocklist
+
+        def with_blocklist(holding: Holding, found: Blocklist) -> Holding:
+            self.tries += 1
+            if self.lasts:
+                raise RuntimeError("can't start new thread")
+            return real(holding, found)
+
+        patch.setattr(Holding, "with_blocklist", with_blocklist)
+
+
+async def test_a_version_that_could_not_be_put_in_force_is_tried_again_at_each_look(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.release(A, 1)
+    await scene.refresher.look_at_blocklist()
+    await scene.publish(pointer(A, 1))
+    assert scene.follower.health.ready and in_force(scene) == 0
+
+    threads = NoThreads(monkeypatch)
+    version = change_blocklist(scene.store, block_items=[b"i1"]).version
+    for tries in (1, 2, 3):
+        await scene.refresher.look_at_blocklist()
+        assert threads.tries >= tries and blocked(scene) == set() and in_force(scene) == 0
+        health = scene.follower.health
+        assert not health.ready and health.stale == "blocklist_not_enforced"
+        assert health.outside == f"version {version} of the blocklist is not in force"
+        assert scene.world.metrics.blocklist_version._value.get() == 0
+
+    threads.lasts = False
+    await scene.refresher.look_at_blocklist()
+    assert blocked(scene) == {"i1"} and in_force(scene) == version
+    assert scene.follower.health.ready and scene.follower.health.stale is None
+    assert scene.world.metrics.blocklist_version._value.get() == version
+    tries = threads.tries
+    await scene.refresher.look_at_blocklist()
+    assert threads.tries == tries  # nothing is done again that is done
+
+
+async def test_what_could_not_be_put_in_force_is_passed_on_and_a_store_that_fails_does_not_matter(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[int] = []
+
+    async def pass_on() -> None:
+        passed.append(scene.shelf.blocklist.version)
+
+    await scene.publish(pointer(A, 1))
+    scene.shelf.pass_on = pass_on
+    threads = NoThreads(monkeypatch)
+    assert not await scene.shelf.block(blocklist(1, "i1"))
+    assert passed == [1]
+
+    threads.lasts = False
+    monkeypatch.setattr(scene.store, "names", lambda _folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await scene.refresher.look_at_blocklist()
+    assert blocked(scene) == {"i1"}
+
+
+async def test_what_another_namespace_blocks_is_tried_again_as_well(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.publish(pointer(A, 1))
+    threads = NoThreads(monkeypatch)
+    other = blocklist(7, "i2")
+    assert not await scene.shelf.block_beside(other)
+
+    threads.lasts = False
+    assert await scene.shelf.block_beside(other)
+    assert blocked(scene) == {"i2"}
+
+
+async def test_what_is_blocked_while_a_replica_loads_is_in_force_when_it_answers(
+    scene: Scene,
+) -> None:
+    scene.redis.now = pointer(A, 1)
+    scene.on_open = lambda: change_blocklist(scene.store, block_items=[b"i1"])
+
+    await scene.refresher.start()
+
+    assert blocked(scene) == {"i1"}
+    await scene.refresher.aclose()
+
+
+def in_force(scene: Scene) -> int:
+    """Version that replicas say is in force."""
+    holding = scene.follower.holding
+    assert holding is not None
+    shown = replace(holding, live=replace(holding.live, predictor=None))
+    found: int = overview(shown, scene.follower.health, None)["blocklist"]["version"]
+    return found

@@ -1,0 +1,92 @@
+"""Requests under way while experiments change: each is answered, marked and counted as it was routed."""
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cache.store.blocklist import Blocklist
+from cache.store.experiments import Experiment, Experiments
+from serving.experiments.arms import Arms, Routing
+from serving.experiments.exposures import ExposureLog
+from serving.experiments.router import ExperimentRouter
+from serving.metrics.registry import Metrics
+from serving.requests.models import RequestedEntity, RequestOptions
+from tests.unit.serving.experiments.test_arms import KEYS, OTHER, FakeService, experiment
+
+
+@dataclass
+class FakeArms:
+    """Routing that a test sets; every namespace answers."""
+
+    own: Any = field(default_factory=FakeService)
+    routing: Routing | None = None
+
+    def service(self, _namespace: str) -> Any:
+        return self.own
+
+
+@dataclass
+class FakeExposures:
+    noted: list[tuple[str, str, bytes | None]] = field(default_factory=list)
+
+    def request(self, experiment: str, arm: str, key: bytes | None) -> None:
+        self.noted.append((experiment, arm, key))
+
+
+@dataclass
+class Scene:
+    arms: FakeArms = field(default_factory=FakeArms)
+    exposures: FakeExposures = field(default_factory=FakeExposures)
+
+    def __post_init__(self) -> None:
+        live = SimpleNamespace(manifest=SimpleNamespace(tables={}))
+        self.arms.own.holding = lambda: SimpleNamespace(live=live)
+        self.router = ExperimentRouter(
+            cast(Arms, self.arms), cast(ExposureLog, self.exposures), Metrics()
+        )
+
+    def run(self, *experiments: Experiment) -> None:
+        record = Experiments(1, "own", experiments=experiments)
+        self.arms.routing = Routing(record) if record.current else None
+
+
+def asked_with(key: bytes) -> RequestOptions:
+    return RequestOptions(deadline_s=1.0, canary_key=key)
+
+
+@pytest.mark.parametrize(
+    "left", [(), (OTHER,), (replace(OTHER, started_at=None),)], ids=["none", "another", "one ready"]
+)
+def test_requests_under_way_over_a_stop_are_answered_as_they_were_routed(
+    left: tuple[Experiment, ...],
+) -> None:
+    scene = Scene()
+    scene.run(experiment(), OTHER)
+    entities: list[RequestedEntity] = []
+    routed = [(key, scene.router.route(entities, asked_with(key))[1]) for key in KEYS[:200]]
+    under_way = [(key, each) for key, each in routed if each and each.experiment == "e"]
+
+    scene.run(*left)
+    answers = [
+        scene.router.mark(each, [{"source": "l1"}, {"source": "l2"}]) for _, each in under_way
+    ]
+
+    assert under_way
+    marks = [[(each["experiment"], each["arm"]) for each in some] for some in answers]
+    assert marks == [[("e", each.arm)] * 2 for _, each in under_way]
+    assert scene.exposures.noted == [("e", each.arm, key) for key, each in under_way]
+
+
+def test_a_key_that_was_erased_while_its_request_was_under_way_is_not_written_down() -> None:
+    scene = Scene()
+    scene.run(experiment())
+    key = next(key for key in KEYS if scene.router.route([], asked_with(key))[1])
+    _, assigned = scene.router.route([], asked_with(key))
+    assert assigned is not None
+
+    scene.arms.own.follower.shelf.blocklist = Blocklist(1, users=frozenset({key}))
+    scene.router.mark(assigned, [{"source": "l1"}])
+
+    assert scene.exposures.noted == [("e", assigned.arm, None)]
