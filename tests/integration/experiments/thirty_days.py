@@ -183,6 +183,7 @@ class SimReplica:
         """All that the background does, once."""
         await self.own.look()
         await self.arms.look()
+        await self.arms.settled()
         needed = self.arms.record.namespaces(self._days.namespaces[0])
         for namespace, each in self.held.items():
             if namespace in needed:

@@ -13,7 +13,7 @@ from serving.experiments.exposures import ExposureLog
 from serving.experiments.router import ExperimentRouter
 from serving.metrics.registry import Metrics
 from serving.requests.models import RequestedEntity, RequestOptions
-from tests.unit.serving.experiments.test_arms import KEYS, OTHER, FakeService, experiment
+from tests.unit.serving.experiments.scene import KEYS, OTHER, FakeService, experiment
 
 
 @dataclass

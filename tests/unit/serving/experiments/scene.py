@@ -1,0 +1,157 @@
+"""Arms over a store on disk, and namespaces that only note what is done with them."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from cache.control.allotment import allotted
+from cache.errors import ConfigError
+from cache.store.artefacts import ArtefactStore
+from cache.store.blocklist import Blocklist
+from cache.store.experiments import Experiment, ExperimentArm, change_experiments
+from serving.experiments.arms import Arms
+from serving.lookup.service import LookupService
+from serving.metrics.registry import Metrics
+from tests.fakes import FakeClock
+
+KEYS = [f"key-{number}".encode() for number in range(20_000)]
+GRACE_S = 10.0
+
+
+def experiment(name: str = "e", other: str = "second", sample: float = 1.0) -> Experiment:
+    halves = allotted({}, {"a": 0.5, "b": 0.5})
+    arms = (
+        ExperimentArm("a", "own", 0.5, halves["a"]),
+        ExperimentArm("b", other, 0.5, halves["b"]),
+    )
+    return Experiment(name, f"own/{name}", 0.5, ((0, 5_000),), arms, 1.0, 2.0, None, sample)
+
+
+@dataclass
+class FakeShelf:
+    holding: Any = "loaded"
+    divided: bool = False
+    blocklist: Blocklist = field(default_factory=Blocklist)
+    beside: Blocklist | None = None
+    is_blocklist_known: bool = True
+    enforcement_error: str | None = None
+    has_threads: bool = True
+    """False while nothing can be put in force."""
+
+    async def block_beside(self, other: Blocklist) -> bool:
+        self.beside = other
+        await asyncio.sleep(0)
+        self.enforcement_error = None if self.has_threads else "can't start new thread"
+        return self.has_threads
+
+    def divide(self, *, by_experiments: bool) -> None:
+        self.divided = by_experiments
+
+
+@dataclass
+class FakeFollower:
+    shelf: FakeShelf = field(default_factory=FakeShelf)
+    concerns: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def holding(self) -> Any:
+        return self.shelf.holding
+
+    def note(self, about: str, why: str | None, _remedy: str = "") -> None:
+        if why is None:
+            self.concerns.pop(about, None)
+        else:
+            self.concerns[about] = why
+
+
+@dataclass
+class FakeService:
+    follower: FakeFollower = field(default_factory=FakeFollower)
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+@dataclass
+class FakeNamespace:
+    """A namespace that only notes what is done with it; its start and its end last while their gates are closed."""
+
+    log: list[str]
+    name: str
+    starts: asyncio.Event
+    ends: asyncio.Event
+    fails: bool = False
+    service: Any = field(default_factory=FakeService)
+
+    async def start(self) -> None:
+        self.log.append(f"start {self.name}")
+        await self.starts.wait()
+        if self.fails:
+            raise OSError("no")
+
+    async def aclose(self) -> None:
+        self.log.append(f"close {self.name}")
+        await self.ends.wait()
+
+    async def drain(self) -> None:
+        self.log.append(f"drain {self.name}")
+
+
+@dataclass
+class Scene:
+    """Arms over a store on disk, with namespaces that only note what is done with them."""
+
+    folder: Path
+    log: list[str] = field(default_factory=list)
+    clock: FakeClock = field(default_factory=FakeClock)
+    own: FakeService = field(default_factory=FakeService)
+    failing: set[str] = field(default_factory=set)
+    unconfigured: set[str] = field(default_factory=set)
+    opened: dict[str, FakeNamespace] = field(default_factory=dict)
+    """The last of each name."""
+
+    def __post_init__(self) -> None:
+        self.store = ArtefactStore(str(self.folder))
+        self.starts, self.ends = asyncio.Event(), asyncio.Event()
+        self.starts.set()
+        self.ends.set()
+        self.arms = Arms(
+            cast(LookupService, self.own), "own", self.store, self.open,
+            in_thread=asyncio.to_thread, grace_s=GRACE_S, timer=self.clock,
+        )  # fmt: skip
+
+    def open(self, name: str) -> FakeNamespace:
+        if name in self.unconfigured:
+            raise ConfigError(f"{name} cannot be opened")
+        made = FakeNamespace(self.log, name, self.starts, self.ends, name in self.failing)
+        self.opened[name] = made
+        return made
+
+    def write(self, *experiments: Experiment) -> None:
+        change_experiments(
+            self.store, lambda found: replace(found, salt="own", experiments=experiments)
+        )
+
+    async def look(self) -> None:
+        """Looks, and waits until what that begins is done."""
+        await self.arms.look()
+        await self.arms.settled()
+
+    async def begun(self) -> None:
+        """Waits until a start is under way."""
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert self.log
+
+    def block(self, version: int, item: bytes) -> Blocklist:
+        """Puts a version in force in the own namespace, which nobody is told."""
+        self.own.follower.shelf.blocklist = found = Blocklist(version, frozenset({item}))
+        return found
+
+    def beside(self, name: str) -> Blocklist | None:
+        """What a namespace was told to obey last."""
+        found: Blocklist | None = self.opened[name].service.follower.shelf.beside
+        return found
+
+
+OTHER = replace(experiment("f", "third"), buckets=((5_000, 6_000),))
+"""A second experiment beside that of `experiment()`."""
