@@ -126,12 +126,18 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         counted = replace(config.events, namespace=config.of_events().namespace)
         of = replace(config, namespace=namespace, events=counted)
         parts = answering.of_namespace(of, name)
+        # Its own threads: an arm whose loads hang must not keep the service from reading its blocklist.
+        in_thread = StoreThreads()
+        staging = ThreadPoolExecutor(
+            1, "larder-next", initializer=step_back, initargs=(config.live_nice,)
+        )
         # Its own registry, which nobody scrapes: gauges of what is followed are of the own namespace.
-        held = hold(of, name, parts, metrics=Metrics())
-        return ServedArm(held, replace(
+        held = hold(of, name, parts, metrics=Metrics(), in_thread=in_thread, aside=staging)
+        arm_service = replace(
             service, follower=held.follower, trial=held.trial, ladder=parts.ladder, tiers=parts.tiers,
             l2_bound_s=parts.remote.bound_s, reshaped=FilteredLookup(parts.ladder, filters).lookup,
-        ))  # fmt: skip
+        )  # fmt: skip
+        return ServedArm(held, arm_service, in_thread, staging)
 
     arms = Arms(
         service, config.namespace, store, open_arm, in_thread=reading,

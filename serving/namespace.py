@@ -19,7 +19,7 @@ from serving.generations.holder import VALUES_S, Shelf
 from serving.generations.pointer_follower import Follower
 from serving.generations.redis_clock import RedisClock
 from serving.generations.snapshot import Snapshot
-from serving.generations.store_threads import InThread
+from serving.generations.store_threads import InThread, StoreThreads
 from serving.lookup.l1_warmup import Warming
 from serving.lookup.service import LookupService
 from serving.metrics.registry import Metrics
@@ -136,6 +136,8 @@ class ServedArm:
 
     held: HeldNamespace
     service: LookupService
+    in_thread: StoreThreads
+    staging: Executor
 
     async def start(self) -> None:
         """Loads what is live, beats, and goes on following."""
@@ -146,8 +148,10 @@ class ServedArm:
         await self.held.refresher.drain()
 
     async def aclose(self) -> None:
-        """Signs off, and closes the connections."""
+        """Sign off, close the connections, and let go of the threads."""
         try:
             await self.held.refresher.aclose()
         finally:
+            self.staging.shutdown(wait=False, cancel_futures=True)
+            self.in_thread.close()
             await self.held.keyed.aclose()
