@@ -1,9 +1,9 @@
 """Calls over HTTP, and what their answers must be: judged from the answer alone and from what has happened."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -129,6 +129,14 @@ class Client(asyncio.Protocol):
             self._waiting.set_result(reply)
 
 
+class Known(NamedTuple):
+    """What a replica served from a namespace at some moment."""
+
+    epoch: int
+    live: str
+    blocklist: Blocklist
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What was known when a call began."""
@@ -137,13 +145,17 @@ class Asked:
     at: float
     host: Host
     service: Service | None
-    epoch: int | None
-    live: str | None
-    blocklist: Blocklist
+    known: Mapping[str, Known]
+    """By namespace that the replica answered from."""
     stalled_s: float
     redis_away_s: float
     loaded: frozenset[str]
     """Generations whose pages were in Redis."""
+
+    @property
+    def blocklist(self) -> Blocklist:
+        """Blocklist of the service's own namespace."""
+        return self.known[nights.OWN].blocklist if nights.OWN in self.known else Blocklist()
 
 
 class Wrong(AssertionError):

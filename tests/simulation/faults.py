@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
 
+class NoThread(RuntimeError):
+    """A process may start no thread."""
+
+
 class Faults:
     """Faults of one simulation; `calm_s` is how long there has been none."""
 
@@ -28,6 +32,7 @@ class Faults:
             "redis slow": self._redis_slow, "link held": self._link_held, "store hung": self._store_hung,
             "store failing": self._store_failing, "store torn": self._store_torn, "model slow": self._model_slow,
             "model fails": self._model_fails, "model broken": self._model_broken, "bytes torn": self._bytes_torn,
+            "arm hung": self._arm_hung, "arm broken": self._arm_broken, "no threads": self._no_threads,
         }  # fmt: skip
 
     def begin(self, what: str, arguments: tuple[Any, ...], rng: random.Random) -> None:
@@ -56,12 +61,12 @@ class Faults:
         self._of.tell("over", what)
         self._ended[what] = self._of.loop.time()
 
-    def calm_s(self, *about: str) -> float:
-        """Seconds without any fault, or without one whose name begins so."""
+    def calm_s(self, *about: str, but: tuple[str, ...] = ()) -> float:
+        """Seconds without any fault, or without one whose name begins so, except those that begin as in `but`."""
         now = self._of.loop.time()
 
         def counts(name: str) -> bool:
-            return not about or name.startswith(about)
+            return (not about or name.startswith(about)) and not name.startswith(but)
 
         if any(counts(each) for each in self._lasting):
             return 0.0
@@ -126,16 +131,32 @@ class Faults:
 
     def _store_hung(self, _rng: random.Random, number: int | None) -> Callable[[], None]:
         name = "" if number is None else self._of.replicas[number].host.name
-        self._of.store.hung.append(name)
-        return lambda: self._of.store.hung.remove(name)
+        hung = self._of.trouble.hung
+        hung.append(name)
+        return lambda: hung.remove(name)
 
     def _store_failing(self, _rng: random.Random) -> Callable[[], None]:
-        self._of.store.is_failing = True
-        return lambda: setattr(self._of.store, "is_failing", False)
+        self._of.trouble.is_failing = True
+        return lambda: setattr(self._of.trouble, "is_failing", False)
 
     def _store_torn(self, _rng: random.Random) -> Callable[[], None]:
-        self._of.store.torn = 0.5
-        return lambda: setattr(self._of.store, "torn", 0.0)
+        self._of.trouble.torn = 0.5
+        return lambda: setattr(self._of.trouble, "torn", 0.0)
+
+    def _arm_hung(self, _rng: random.Random, namespace: str) -> Callable[[], None]:
+        hung = self._of.trouble.hung_namespaces
+        hung.append(namespace)
+        return lambda: hung.remove(namespace)
+
+    def _arm_broken(self, _rng: random.Random, namespace: str) -> Callable[[], None]:
+        broken = self._of.broken_arms
+        broken.append(namespace)
+        return lambda: broken.remove(namespace)
+
+    def _no_threads(self, _rng: random.Random, number: int) -> Callable[[], None]:
+        threadless, name = self._of.threadless, self._of.replicas[number].host.name
+        threadless.append(name)
+        return lambda: threadless.remove(name)
 
     def _model_slow(self, rng: random.Random) -> Callable[[], None]:
         self._of.models.slow_s = rng.choice([0.05, 0.5, 2.0, 5.0])

@@ -2,6 +2,7 @@
 
 from serving.answers.sources import STORED
 from serving.http.service import Service
+from serving.lookup.service import LookupService
 from serving.metrics.registry import counts_of
 
 
@@ -9,7 +10,7 @@ class Broken(AssertionError):
     """A rule did not hold."""
 
 
-def demand_nothing_left(name: str, service: Service) -> None:
+def demand_nothing_left(name: str, service: LookupService) -> None:
     """Raises Broken for what a process holds although nobody waits for it."""
     inferences = service.ladder._inferences
     batcher = inferences.batcher  # type: ignore[attr-defined]

@@ -27,6 +27,12 @@ from cache.tiers.results import View
 from serving.answers.default_lists import Default
 from serving.generations.snapshot import Snapshot
 
+OWN = "default"
+"""Namespace that the service serves."""
+FIRST_NIGHTS = {OWN: 1, "arm-b": 150, "arm-c": 250}
+"""First number of a night of each namespace, so that a generation tells which namespace it is of."""
+ARMS = tuple(name for name in FIRST_NIGHTS if name != OWN)
+"""Namespaces of arms."""
 TABLE = "user_topk"
 WIDTH = 5
 COUNT = 30
@@ -52,6 +58,11 @@ def generation_of(number: int) -> str:
 def number_of(generation: str) -> int:
     """The night's number."""
     return int(generation.rpartition("-")[2], 16)
+
+
+def namespace_of(number: int) -> str:
+    """Namespace of the night of that number."""
+    return max((first, name) for name, first in FIRST_NIGHTS.items() if first <= number)[1]
 
 
 def knows(number: int, user: str) -> bool:
@@ -116,7 +127,7 @@ class Night:
         known = self.directories["user"].count
         gates = ({"rule": "any", "passed": passed, "number": verdict},) if verdict else ()
         return Manifest(
-            namespace="default", generation=self.generation, data_until=DATA_UNTIL + self.number,
+            namespace=namespace_of(self.number), generation=self.generation, data_until=DATA_UNTIL + self.number,
             created_at=DATA_UNTIL + self.number, bundle_digest="", inputs_digest="",
             entity_sets={
                 "user": EntitySet("user", 7, known, (DirectoryPart(0, known, _NO_FILE),)),

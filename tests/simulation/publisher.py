@@ -11,14 +11,18 @@ from cache.errors import Conflict, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.blocklist import Blocklist, change_blocklist
+from cache.store.experiments import Experiments, change_experiments, latest_experiments
 from precompute.bulk import reload
+from precompute.config.progress import quiet
 from precompute.control.control_keys import Control
 from precompute.control.states import State
+from precompute.experiments import changes, edits
+from precompute.experiments.edits import ArmOption, ExperimentOption
 from precompute.releases import restore, sweep
 from precompute.releases.release import Releases
 from precompute.releases.staging import staged
 from tests.simulation import nights
-from tests.simulation.nights import TABLE
+from tests.simulation.nights import FIRST_NIGHTS, OWN, TABLE
 from tests.simulation.redis_server import SimulatedRedis
 
 GRACE_S = 10.0
@@ -35,8 +39,11 @@ class Publisher:
         self._keys = keys
         self.blocked: Callable[[Blocklist], None] = lambda _found: None
         """Told of each version of the blocklist."""
+        self.experimented: Callable[[Experiments], None] = lambda _record: None
+        """Told of each version of the experiments."""
         self._attempts = self._verdicts = 0
-        self._next = 1
+        self._next = FIRST_NIGHTS[keys.namespace]
+        self._experiments = 0
         self._baselines: dict[str, str | None] = {}
 
     def run(self, name: str, *arguments: Any) -> str:
@@ -139,6 +146,54 @@ class Publisher:
             unblock_items=[item.encode()] if item else (),
             unblock_entities=[user.encode()] if user else (),
         )
+
+    def experiment(self, namespaces: tuple[str, ...], share: float) -> str:
+        """Starts an experiment with an arm in each of these namespaces, as soon as all replicas hold them."""
+        self._experiments += 1
+        name = f"e{self._experiments}"
+        parts = 1 / (1 + len(namespaces))
+        arms = (
+            ArmOption("control", OWN, parts),
+            *(ArmOption(namespace, namespace, parts) for namespace in namespaces),
+        )
+        own = self._control(OWN)
+        controls = {arm.namespace: self._control(arm.namespace) for arm in arms}
+        option = ExperimentOption(OWN, name, arms, share)
+        self._edit(lambda record: edits.add(record, option, at=own.time()))
+        changes._wait(own, controls, name, FLIP.wait_s, quiet)
+        self._edit(lambda record: edits.begin(record, name, at=own.time()))
+        return f"{name} in {namespaces}"
+
+    def stop_experiment(self, place: int) -> str:
+        """Stops one of those that are not over."""
+        name = self._current(place)
+        self._edit(lambda record: edits.end(record, name, at=self._control(OWN).time()))
+        return name
+
+    def share(self, place: int, share: float, control: float | None) -> str:
+        """Changes the share of one of them, or that of its arms."""
+        name = self._current(place)
+        if control is None:
+            self._edit(lambda record: edits.share_keys(record, {name: share}))
+            return f"{name} {share}"
+        found = edits.current(latest_experiments(self._store), name)
+        others = [arm.name for arm in found.arms if arm.name != "control"]
+        shares = {"control": control, **dict.fromkeys(others, (1 - control) / len(others))}
+        self._edit(lambda record: edits.share_arms(record, name, shares))
+        return f"{name} {shares}"
+
+    def _current(self, place: int) -> str:
+        names = [found.name for found in latest_experiments(self._store).current]
+        if not names:
+            raise Conflict("no experiment is there")
+        return names[place % len(names)]
+
+    def _edit(self, edit: Callable[[Experiments], Experiments]) -> None:
+        self.experimented(change_experiments(self._store, edit))
+        self._redis.publish(self._keys.channel, "experiments")
+
+    def _control(self, namespace: str) -> Control:
+        return Control(self._redis, Keyspace(namespace))  # type: ignore[arg-type]
 
     def _change(self, **changes: Any) -> str:
         found = change_blocklist(self._store, **changes)

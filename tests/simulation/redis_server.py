@@ -36,8 +36,8 @@ class SimulatedRedis(MemoryRedis):
             lease_commands._SWAP: self._swap,
             staging._STAGE.encode(): self._stage,
             staging._UNSTAGE.encode(): self._unstage,
-            control_keys._MOVE.encode(): lambda _keys, argv: self.move(argv),
-            control_keys._MARK.encode(): lambda _keys, argv: self.mark(argv),
+            control_keys._MOVE.encode(): lambda keys, argv: self._in(keys[0], self.move, argv),
+            control_keys._MARK.encode(): lambda keys, argv: self._in(keys[0], self.mark, argv),
         }
 
     def execute(self, words: list[bytes]) -> Any:
@@ -225,6 +225,14 @@ class SimulatedRedis(MemoryRedis):
         return reply
 
     # -- scripts
+
+    def _in(self, name: str, script: Callable[[list[bytes]], Any], argv: list[bytes]) -> Any:
+        """Reply of a script under the namespace of its first key."""
+        before, self.keys = self.keys, Keyspace(name.partition("{")[2].partition("}")[0])
+        try:
+            return script(argv)
+        finally:
+            self.keys = before
 
     def _beat(self, keys: list[str], argv: list[bytes]) -> int:
         found = self.data.setdefault(keys[0], {})

@@ -8,8 +8,11 @@ from typing import Any
 from cache.store.artefacts import ArtefactStore
 from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
+from serving.experiments.arms import Arms
 from serving.http.service import Service
+from serving.lookup.service import LookupService
 from serving.process.server import Server
+from tests.simulation import nights
 from tests.simulation.virtual_loop import Host, VirtualLoop, context_of
 
 REDIS_PORT = 6_379
@@ -73,6 +76,20 @@ class Replica:
         """True while it answers."""
         return self.service is not None
 
+    @property
+    def arms(self) -> Arms | None:
+        """Arms of experiments that it holds; None while it is not up."""
+        return None if self.service is None else self.service.experiments._arms
+
+    @property
+    def services(self) -> dict[str, LookupService]:
+        """By namespace: what answers from it."""
+        if self.service is None or (arms := self.arms) is None:
+            return {}
+        names = dict.fromkeys((nights.OWN, *arms.states))
+        found = {name: arms.service(name) for name in names}
+        return {name: service for name, service in found.items() if service is not None}
+
     def _run(self, work: Any) -> asyncio.Task[None]:
         return self._loop.create_task(work, context=context_of(self.host))
 
@@ -93,19 +110,19 @@ class Replica:
             self.is_down = True
 
 
-def store_of(store: ArtefactStore) -> type[ServingConfig]:
-    """Settings whose artefact store is this one."""
+def store_of(store_for: Callable[[str], ArtefactStore]) -> type[ServingConfig]:
+    """Settings whose artefact store is that of their namespace."""
 
     class OfStore(ServingConfig):
         def store(self) -> ArtefactStore:
-            return store
+            return store_for(self.namespace)
 
     return OfStore
 
 
-def settings(store: ArtefactStore, **changes: Any) -> ServingConfig:
+def settings(store_for: Callable[[str], ArtefactStore], **changes: Any) -> ServingConfig:
     """A service's settings: less often than in production it does what costs much and tells little."""
-    return store_of(store)(
+    return store_of(store_for)(
         **{
             "redis_url": f"redis://redis:{REDIS_PORT}/0", "port": 0, "dashboard_s": 0.0, "quality_s": 0.0,
             "quality_per_mille": 0.0, "overlay_reads": "always", "queue_interval_ms": 10_000.0,

@@ -1,19 +1,22 @@
 """The rules that hold at every step of a simulation, whatever went wrong."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
+from cache.store.experiments import Experiments
 from cache.store.releases import Pointer
 from serving.answers.sources import STORED
+from serving.experiments.arms import ArmState, Routing
 from serving.http.service import Service
+from serving.namespace import ServedArm
 from tests.simulation import nights
-from tests.simulation.callers import Asked, Call, Question, Reply, Wrong, judge
+from tests.simulation.callers import Asked, Call, Known, Question, Reply, Wrong, judge
 from tests.simulation.leftovers import Broken, demand_nothing_left, demand_sums
 from tests.simulation.replicas import Replica
-from tests.simulation.virtual_loop import Host
+from tests.simulation.virtual_loop import HOST, Host
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -36,6 +39,9 @@ FORGOTTEN_S = 30.0
 DEADLINE_MS = 300.0
 """Milliseconds that a service gives every call, unless it asks for less."""
 
+RETRIED_S = 40.0
+"""Calm seconds within which a namespace that could not be opened is tried again, and loaded."""
+
 CALM_S = 3.0
 """Calm seconds after which processes can talk: a slow model outlasts the wait for whoever computes, then both do."""
 
@@ -45,17 +51,25 @@ class Rules:
 
     def __init__(self, simulation: "Simulation") -> None:
         self._of = simulation
-        self._epochs: dict[int, str] = {}
-        """Every pointer that was ever in place: epoch -> generation."""
+        self._epochs: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        """Every pointer of each namespace that was ever in place: epoch -> generation."""
         self._tried: set[str] = set()
         self._moved_at = 0.0
+        self._first_at: dict[str, float] = {}
+        """Namespace -> when it had its first pointer."""
+        self._records: list[tuple[float, Experiments, Routing]] = []
+        """Versions of the experiments, and when each was written."""
+        self._open_arms: Counter[tuple[Host, str]] = Counter()
+        """Copies of each namespace that a process has opened and not closed."""
+        self._obeyed: dict[Host, tuple[Blocklist, float]] = {}
+        """Process -> blocklist that its own namespace obeys, and since when."""
         self._blocklists: list[tuple[float, Blocklist]] = []
         self._seen: dict[Host, tuple[int, int]] = {}
         """Process -> greatest epoch and version of the blocklist that it had."""
         self._holds: dict[tuple[Host, str], float] = {}
         """Process and generation -> since when it was seen to be held."""
-        self._probed: dict[Host, float] = {}
-        """Process -> its first call in this calm that L1 did not answer."""
+        self._probed: dict[tuple[Host, str], float] = {}
+        """Process and namespace -> the first call in this calm that L1 did not answer."""
         self._probing_at = float("-inf")
         self._waiting: defaultdict[int, dict[int, float]] = defaultdict(dict)
         """Fingerprint of an entity -> when each call with it stops waiting for another process."""
@@ -65,14 +79,36 @@ class Rules:
     def moved(self, raw: bytes) -> None:
         """A pointer that is now in place."""
         pointer = Pointer.from_bytes(raw)
-        self._epochs[pointer.epoch] = pointer.generation
-        self._moved_at = self._of.loop.time()
+        namespace = nights.namespace_of(nights.number_of(pointer.generation))
+        self._epochs[namespace][pointer.epoch] = pointer.generation
+        self._first_at.setdefault(namespace, self._of.loop.time())
+        if namespace == nights.OWN:
+            self._moved_at = self._of.loop.time()
         if pointer.canary is not None:
             self._tried.add(pointer.canary.generation)
 
     def blocked(self, blocklist: Blocklist) -> None:
         """A version of the blocklist that is now in the store."""
         self._blocklists.append((self._of.loop.time(), blocklist))
+
+    def experimented(self, record: Experiments) -> None:
+        """A version of the experiments that is now in the store."""
+        if not self._records or record.version > self._records[-1][1].version:
+            self._records.append((self._of.loop.time(), record, Routing(record)))
+
+    def arm_begins(self, arm: ServedArm) -> None:
+        """A namespace of an arm is about to load: never a second time beside itself."""
+        host, namespace = HOST.get(), arm.held.keyed.remote.control.keyspace.namespace
+        assert host is not None
+        self._open_arms[host, namespace] += 1
+        if self._open_arms[host, namespace] > 1:
+            raise Broken(f"{host.name} has opened {namespace} twice")
+
+    def arm_ended(self, arm: ServedArm) -> None:
+        """A namespace of an arm is closed."""
+        host, namespace = HOST.get(), arm.held.keyed.remote.control.keyspace.namespace
+        assert host is not None
+        self._open_arms[host, namespace] = 0
 
     def removing(self, name: str) -> None:
         """A key that is about to go: not one of what a replica holds and has had the time to say so."""
@@ -104,10 +140,11 @@ class Rules:
 
     def asked(self, call: Call, replica: Replica) -> Asked:
         """What is known as a call begins."""
-        service = replica.service
-        held = None if service is None else service.follower.holding
-        if service is not None and service.tiers._remote.stats.breaker != "closed":
+        service, services = replica.service, replica.services
+        if any(each.tiers._remote.stats.breaker != "closed" for each in services.values()):
             self._probing_at = self._of.loop.time()
+        held = {name: each.follower.holding for name, each in services.items()}
+        holdings = {name: each for name, each in held.items() if each is not None}
         for each in call.questions:
             # A process waits for another one for half of what a live answer may take, which is 3/4 of the call's time.
             caller_s = min(call.deadline_ms, DEADLINE_MS) / 1000
@@ -115,13 +152,16 @@ class Rules:
             self._waiting[fingerprint(each.id.encode())].setdefault(id(call), alone_at)
         return Asked(
             call, self._of.loop.time(), replica.host, service,
-            None if held is None else held.live.epoch,
-            None if held is None else held.live.generation,
-            Blocklist() if held is None else held.live.blocklist,
+            {
+                name: Known(each.live.epoch, each.live.generation, each.live.blocklist)
+                for name, each in holdings.items()
+            },
             self._of.loop.stalled_s,
             self._away_s(replica),
-            frozenset() if held is None
-            else frozenset(each for each in held.generations if self._of.is_loaded(each)),
+            frozenset(
+                generation for each in holdings.values() for generation in each.generations
+                if self._of.is_loaded(generation)
+            ),
         )  # fmt: skip
 
     def _away_s(self, replica: Replica) -> float:
@@ -146,7 +186,7 @@ class Rules:
             is_cut = self._of.faults.calm_s(f"cut {call.replica}") <= now - asked.at
             is_gone = reply.status == 409 and call.generation is not None
             may_fail = is_gone or is_shedding or is_cut
-            if reply.status != 200 and asked.epoch is not None and not may_fail:
+            if reply.status != 200 and nights.OWN in asked.known and not may_fail:
                 raise Wrong(f"{call} was answered {reply}")
         if reply.status != 200:
             if reply.status not in (0, 409, 503):
@@ -164,11 +204,15 @@ class Rules:
 
     def _judge(self, asked: Asked, question: Question, answer: Mapping[str, Any]) -> None:
         call, sent = asked.call, self._of.sent[question.id]
-        items = frozenset(each.decode() for each in asked.blocklist.items)
+        namespace = nights.namespace_of(nights.number_of(answer["generation"]))
+        known = asked.known.get(namespace)
+        blocklist = asked.blocklist if known is None else known.blocklist
+        items = frozenset(each.decode() for each in blocklist.items)
         judge(call, question, answer, items, {each for each, _ in sent.items()})
-        self._demand_current(asked, answer)
+        self._demand_current(asked, namespace, answer)
+        self._demand_routed(asked, namespace, answer)
         raw = question.id.encode()
-        is_barred = raw in asked.blocklist.entities or raw in asked.blocklist.users
+        is_barred = raw in blocklist.entities or raw in blocklist.users
         if is_barred and (answer["source"] != "default" or answer["reason"] != "entity_blocked"):
             raise Wrong(f"{question} is blocked and got {answer}")
         if answer.get("reason") == "internal_error":
@@ -184,26 +228,59 @@ class Rules:
             at = max(of, default=0.0)
             if self._of.loop.time() - at > FORGOTTEN_S + LEARNS_S:
                 raise Wrong(f"older than it may get: {answer}")
-        if self._of.faults.calm_s() > LEARNS_S and asked.service is not None:
-            self._demand_learnt(asked, question, answer)
+        # An arm out of order is no excuse for the service's own namespace.
+        but = ("arm",) if namespace == nights.OWN else ()
+        if self._of.faults.calm_s(but=but) > LEARNS_S and asked.service is not None:
+            self._demand_learnt(asked, namespace, question, answer)
 
-    def _demand_current(self, asked: Asked, answer: Mapping[str, Any]) -> None:
+    def _demand_current(self, asked: Asked, namespace: str, answer: Mapping[str, Any]) -> None:
         """Never backwards: what was live when the call began, or came later."""
         generation, pinned = answer["generation"], asked.call.generation
         if pinned is not None and generation != pinned:
             raise Wrong(f"{pinned} was pinned, and {answer} came")
-        if answer["source"] == "previous" or asked.epoch is None or pinned is not None:
+        known = asked.known.get(namespace)
+        if answer["source"] == "previous" or known is None or pinned is not None:
             return
-        later = {each for epoch, each in self._epochs.items() if epoch >= asked.epoch}
-        if generation not in {asked.live, *later, *self._tried}:
-            raise Wrong(f"{asked.live} was live, and {answer} came")
+        pointers = self._epochs[namespace].items()
+        later = {each for epoch, each in pointers if epoch >= known.epoch}
+        if generation not in {known.live, *later, *self._tried}:
+            raise Wrong(f"{known.live} was live, and {answer} came")
 
-    def _demand_learnt(self, asked: Asked, question: Question, answer: Mapping[str, Any]) -> None:
+    def _demand_routed(self, asked: Asked, namespace: str, answer: Mapping[str, Any]) -> None:
+        """An arm answers whole requests of keys that a version gave it, and all of them once all is calm."""
+        told = answer.get("experiment"), answer.get("arm")
+        call, now = asked.call, self._of.loop.time()
+        has_key = len(call.questions) == 1 and call.generation is None
+        owners: list[tuple[Any, Any]] = [(None, None)]
+        settled: tuple[Any, Any] | None = (None, None)
+        of_arm = {(None, None): nights.OWN}
+        for written_at, record, routing in self._records if has_key else ():
+            of_arm |= {
+                (found.name, arm.name): arm.namespace
+                for found in record.experiments for arm in found.arms
+            }  # fmt: skip
+            owner = routing.of(call.questions[0].id.encode()) or (None, None)
+            owners.append(owner)
+            settled = owner if written_at < now - 2 * LEARNS_S else None
+        if told not in owners or of_arm[told] != namespace:
+            raise Wrong(f"{call} is of {owners[-1]}, and {answer} came")
+        if settled is None or told == settled:
+            return
+        first_at = self._first_at.get(of_arm[settled], now)
+        is_calm = self._of.faults.calm_s() > 2 * LEARNS_S < self._up_s(asked.host)
+        is_tried_again = self._of.faults.calm_s("arm broken") > RETRIED_S
+        if is_calm and is_tried_again and now - first_at > 2 * LEARNS_S:
+            raise Wrong(f"{call} is of {settled} for long, and {answer} came")
+
+    def _demand_learnt(
+        self, asked: Asked, namespace: str, question: Question, answer: Mapping[str, Any]
+    ) -> None:
         """In calm: what was written down some time ago is known, and what is stored is found."""
         if self._up_s(asked.host) < LEARNS_S:
             return
-        if self._of.faults.calm_s() < self._of.loop.time() - self._probed.get(asked.host, 0.0):
-            self._probed.pop(asked.host, None)
+        process = asked.host, namespace
+        if self._of.faults.calm_s() < self._of.loop.time() - self._probed.get(process, 0.0):
+            self._probed.pop(process, None)
         before = [each for at, each in self._blocklists if at < asked.at - LEARNS_S]
         since = [each for at, each in self._blocklists if at >= asked.at - LEARNS_S]
         if before:
@@ -213,12 +290,12 @@ class Rules:
                 raise Wrong(f"blocked {LEARNS_S} s ago: {items - freed} in {answer}")
         number = nights.number_of(answer["generation"])
         if answer["source"] != "l1":
-            self._probed.setdefault(asked.host, asked.at)
+            self._probed.setdefault(process, asked.at)
         is_plain = not asked.call.exclude and not question.history and not asked.call.fresh
         if answer["source"] == "default" and nights.knows(number, question.id) and is_plain:
             reason = answer["reason"]
             # After an outage one call at a time finds out that it is over.
-            is_probing = reason == "breaker_open" and asked.at < self._probed[asked.host] + 1.0
+            is_probing = reason == "breaker_open" and asked.at < self._probed[process] + 1.0
             if reason in ("l2_down", "l2_timeout", "breaker_open") and not is_probing:
                 raise Wrong(f"Redis is there, and {question} got {answer}")
             if reason == "page_missing" and answer["generation"] in asked.loaded:
@@ -250,6 +327,7 @@ class Rules:
         self._seen[replica.host] = epoch, version
         for each in held.generations:
             self._held_since(replica, each)
+        self._demand_obedient(replica, held.live.blocklist)
         if len({each.blocklist.version for each in held.snapshots}) > 1:
             raise Broken(f"{replica.host.name} holds two blocklists")
         raw = self._of.redis.data.get(self._of.keys.live)
@@ -273,6 +351,25 @@ class Rules:
         if self._of.faults.calm_s() > MENDS_S and held.live.degraded is not None:
             raise Broken(f"{replica.host.name} stays degraded: {held.live.degraded}")
 
+    def _demand_obedient(self, replica: Replica, blocklist: Blocklist) -> None:
+        """An arm that answers bars what the service's own namespace has barred for some time."""
+        now = self._of.loop.time()
+        before, since = self._obeyed.get(replica.host, (None, now))
+        if before is not blocklist:
+            since = now
+        self._obeyed[replica.host] = blocklist, since
+        if now - since < LEARNS_S or self._of.faults.calm_s("stall") < LEARNS_S:
+            return
+        for name, service in replica.services.items():
+            live = service.follower.shelf.live
+            if live is None:
+                continue
+            lacking = blocklist.items - live.blocklist.items, blocklist.users - live.blocklist.users
+            if any(lacking):
+                raise Broken(
+                    f"{name} serves what {replica.host.name} has barred for long: {lacking}"
+                )
+
     # -- the end
 
     def rest(self, replica: Replica) -> None:
@@ -282,13 +379,28 @@ class Rules:
             raise Broken(f"{replica.host.name} does not come up again")
         health = service.follower.health
         is_well = health.ready and health.stale is None and health.degraded is None
-        if self._epochs and not is_well:
+        if self._epochs[nights.OWN] and not is_well:
             raise Broken(f"{replica.host.name} is not well: {health}")
-        demand_nothing_left(replica.host.name, service)
+        self._demand_arms_held(replica)
+        for each in replica.services.values():
+            demand_nothing_left(replica.host.name, each)
         demand_sums(replica.host.name, service)
 
+    def _demand_arms_held(self, replica: Replica) -> None:
+        """After calm: exactly the namespaces that experiments name are held, and all answer."""
+        named = self._records[-1][1].namespaces(nights.OWN) if self._records else ()
+        states = {} if replica.arms is None else replica.arms.states
+        if states != dict.fromkeys(named, ArmState.HELD):
+            raise Broken(f"{replica.host.name} is to hold {named}: {states}")
+        silent = {each for each in named if each in self._first_at} - replica.services.keys()
+        if silent:
+            raise Broken(f"{replica.host.name} holds {silent}, and does not answer from there")
+
     def gone(self, replica: Replica, host: Host) -> None:
-        """After it was stopped: no task of it is left."""
+        """After it was stopped: no task of it is left, and no namespace is open."""
+        still_open = [name for (of, name), count in self._open_arms.items() if of is host and count]
+        if still_open:
+            raise Broken(f"{replica.host.name} has stopped, and {still_open} are open")
         left = [each for each in self._of.tasks_of(host) if not each.done()]
         if left:
             raise Broken(f"{replica.host.name} has stopped, and {left[0]} goes on")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.callers import Call, Question
-from tests.simulation.nights import ITEMS, STRANGERS, USERS, generation_of
+from tests.simulation.nights import ARMS, ITEMS, STRANGERS, USERS, generation_of
 
 REPLICAS = 2
 HOT = USERS[1:4]
@@ -23,6 +23,14 @@ WEIGHTS = {
     "model slow": 2, "model fails": 2, "model broken": 1, "bytes torn": 2, "stall": 2,
 }  # fmt: skip
 """What happens, by how often."""
+
+EXPERIMENTS = {
+    "experiment": 10, "stop experiment": 6, "share": 3, "arm night": 3,
+    "arm hung": 2, "arm broken": 2, "no threads": 2,
+}  # fmt: skip
+"""What happens beside it where experiments are made."""
+EXPERIMENTS_SHARE = 0.25
+"""Share of the seeds under which they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +59,12 @@ class Bias:
 def scenario(seed: int, bias: Bias = Bias()) -> list[Step]:
     """The steps of that seed, in order of time."""
     rng = random.Random(f"{seed} scenario")
-    weights = {**WEIGHTS, **bias.weights}
+    has_experiments = random.Random(f"{seed} experiments").random() < EXPERIMENTS_SHARE
+    weights = {**WEIGHTS, **(EXPERIMENTS if has_experiments else {}), **bias.weights}
     steps = [Step(0.0, "night", (), rng.getrandbits(32))]
+    if weights.get("experiment"):
+        steps += [Step(0.1, "arm night", (arm,), rng.getrandbits(32)) for arm in ARMS]
+        steps.append(_step(1.0, "experiment", rng))
     at = 1.0
     for _ in range(bias.steps):
         # Things that matter happen close to each other, or long after.
@@ -97,6 +109,23 @@ def _step(at: float, what: str, rng: random.Random) -> Step:
             arguments = (rng.choice([0.01, 0.1, 0.4]),)
         case "store hung":
             arguments = (rng.choice([None, *range(REPLICAS)]), rng.choice([long_s, 30.0]))
+        case "experiment":
+            arms = rng.choice([ARMS[:1], ARMS[1:], ARMS])
+            arguments = (arms, rng.choice([0.2, 0.4, 0.6]))
+        case "share":
+            arguments = (
+                rng.randrange(4),
+                rng.choice([0.1, 0.4, 0.8]),
+                rng.choice([None, 0.2, 0.7]),
+            )
+        case "stop experiment":
+            arguments = (rng.randrange(4),)
+        case "arm night":
+            arguments = (rng.choice(ARMS),)
+        case "arm hung" | "arm broken":
+            arguments = (rng.choice(ARMS), long_s)
+        case "no threads":
+            arguments = (rng.randrange(REPLICAS), long_s)
         case _ if " " in what and what != "bad night":
             arguments = (long_s,)
     return Step(round(at, 4), what, arguments, rng.getrandbits(32), calls)

@@ -10,21 +10,23 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import redis
 
-from cache.errors import LarderError
+from cache.errors import ConfigError, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.native import loader, pure
 from cache.process.host import disk_free_bytes, memory_available_bytes
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import Blocklist
 from serving.generations.snapshot import Snapshot
+from serving.namespace import ServedArm
 from serving.process.gc_tuning import settle
 from tests.simulation import nights, substitution
 from tests.simulation.callers import Call, Client, Reply
-from tests.simulation.faults import Faults
+from tests.simulation.faults import Faults, NoThread
 from tests.simulation.leftovers import Broken
 from tests.simulation.models import Models
 from tests.simulation.nights import TABLE
@@ -33,7 +35,7 @@ from tests.simulation.redis_server import Session, SimulatedRedis
 from tests.simulation.replicas import REDIS_PORT, Replica, settings
 from tests.simulation.rules import FORGOTTEN_S, Rules
 from tests.simulation.scenarios import REPLICAS, Step
-from tests.simulation.store import SimulatedStore
+from tests.simulation.store import SimulatedStore, StoreTrouble
 from tests.simulation.threads import TRACED_SHARE, Lock, Pool, Threads
 from tests.simulation.virtual_loop import HOST, Host, VirtualLoop, context_of
 from tests.simulation.wires import Wires
@@ -51,6 +53,8 @@ NO_NEWS = (
     "cannot be made ready",
     "release records cannot be read",
     "keeping up failed",
+    "cannot be held",
+    "cannot be put in force",
 )
 """Parts of what is rightly logged as an error while the store or a model is out of order."""
 
@@ -63,21 +67,33 @@ class Simulation:
     ) -> None:
         self.seed, self.steps = seed, steps
         self.lines: list[str] = []
-        self.keys = Keyspace("default")
+        self.keys = Keyspace(nights.OWN)
         self.wires = Wires(self._rng("wires"))
         self.loop = VirtualLoop(self.wires, START)
         self.wires.loop = self.loop
         self.chance = self._rng("chance")
         self.threads = Threads(self.loop, self._rng("threads"), traced_share)
-        self.store = SimulatedStore(self.threads, self._rng("store"))
+        self.trouble = StoreTrouble()
+        self.broken_arms: list[str] = []
+        """Namespaces of arms that cannot be opened."""
+        self.threadless: list[str] = []
+        """Hosts that start no thread to put a blocklist in force."""
+        self.stores = {
+            name: SimulatedStore(name, self.threads, self._rng(f"store {name}"), self.trouble)
+            for name in nights.FIRST_NIGHTS
+        }
         self.redis = SimulatedRedis(self.keys, self._redis_time, self._pause)
         self.models = Models(self.threads)
-        self.publisher = Publisher(self.redis, self.store, self.keys)
+        self.publishers = {
+            name: Publisher(self.redis, store, Keyspace(name))
+            for name, store in self.stores.items()
+        }
         self.faults = Faults(self)
         self.rules = Rules(self)
         self.models.can_talk = self.rules.can_talk
         self.redis.moved = lambda _before, after: self.rules.moved(after)
-        self.publisher.blocked = self.rules.blocked
+        self.publishers[nights.OWN].blocked = self.rules.blocked
+        self.publishers[nights.OWN].experimented = self.rules.experimented
         self.replicas = [
             Replica(number, self.loop, lambda: settings(self.store, overlay_ttl_s=FORGOTTEN_S))
             for number in range(REPLICAS)
@@ -97,7 +113,7 @@ class Simulation:
         substitution.forget()
         nights.forget()
         _CURRENT.append(self)
-        self.loop._default_executor = Pool(self.threads, 8)  # type: ignore[attr-defined]
+        self.loop._default_executor = ScarcePool(self)  # type: ignore[attr-defined]
         self.loop.set_exception_handler(self._unhandled)
         self.loop.set_task_factory(self._new_task)
         self.wires.listening[REDIS_PORT] = lambda: Session(self.redis), context_of(None)
@@ -155,10 +171,17 @@ class Simulation:
         model = self.models.open(number)
         return nights.snapshot(number, model).released_as(epoch, at).with_blocklist(blocklist)
 
+    def store(self, namespace: str) -> SimulatedStore:
+        """A namespace's part of the store, as settings give it; raises ConfigError while it cannot be opened."""
+        if namespace in self.broken_arms:
+            raise ConfigError(f"the settings of {namespace} cannot be read")
+        return self.stores[namespace]
+
     def is_loaded(self, generation: str) -> bool:
         """True if Redis has every page of it."""
-        pages = nights.night(nights.number_of(generation)).pages
-        names = [self.keys.page(generation, TABLE, number) for number in range(len(pages))]
+        number = nights.number_of(generation)
+        pages, keys = nights.night(number).pages, Keyspace(nights.namespace_of(number))
+        names = [keys.page(generation, TABLE, page) for page in range(len(pages))]
         return all(each in self.redis.data for each in names)
 
     def tasks_of(self, host: Host) -> list[asyncio.Task[Any]]:
@@ -202,7 +225,7 @@ class Simulation:
         await asyncio.sleep(1.0)
         self.faults.end_all()
         for _ in range(2):  # what a writer left half done is over by the second time
-            self._publish("restore")
+            self._restore()
             await asyncio.sleep(CALM_S / 2)
         self._look()
         if pending := [each for each in self._work if not each.done()]:
@@ -229,8 +252,14 @@ class Simulation:
                     self._spawn(self._call(call))
             case "night" | "bad night":
                 self._publish("night", what == "night")
-            case "roll_back" | "canary" | "end_canary" | "retire" | "restore" | "block" | "unblock":
+            case "roll_back" | "canary" | "end_canary" | "retire" | "block" | "unblock":
                 self._publish(what, *arguments)
+            case "experiment" | "stop experiment" | "share":
+                self._publish(what.replace(" ", "_"), *arguments)
+            case "arm night":
+                self._publish("night", True, namespace=arguments[0])
+            case "restore":
+                self._restore()
             case "kill":
                 self._kill(self.replicas[arguments[0]], arguments[1])
             case "restart":
@@ -249,12 +278,18 @@ class Simulation:
             case _:
                 self.faults.begin(what, arguments, random.Random(step.seed))
 
-    def _publish(self, name: str, *arguments: Any) -> None:
+    def _publish(self, name: str, *arguments: Any, namespace: str = nights.OWN) -> None:
         def work() -> None:
-            said = self.publisher.run(name, *arguments)
-            self.tell(name, *arguments, "->", said)
+            said = self.publishers[namespace].run(name, *arguments)
+            of_arm = () if namespace == nights.OWN else (namespace,)
+            self.tell(name, *of_arm, *arguments, "->", said)
 
         self.threads.begin(work, 0.0)
+
+    def _restore(self) -> None:
+        for namespace, store in self.stores.items():
+            if namespace == nights.OWN or store.files:
+                self._publish("restore", namespace=namespace)
 
     def _start(self, replica: Replica) -> None:
         if replica.is_down:
@@ -352,6 +387,22 @@ class Simulation:
         self.loop.close()
 
 
+class ScarcePool(Pool):
+    """The default threads of all hosts, where some hosts start none to put a blocklist in force."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(simulation.threads, 8)
+        self._simulation = simulation
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Queues the call; raises NoThread as a process under a limit does."""
+        host, work = HOST.get(), getattr(fn, "args", ())
+        is_blocklist = any(getattr(each, "__name__", "") == "with_blocklist" for each in work)
+        if is_blocklist and host is not None and host.name in self._simulation.threadless:
+            raise NoThread("can't start new thread")
+        return super().submit(fn, *args, **kwargs)
+
+
 _CURRENT: list[Simulation] = []
 
 
@@ -372,7 +423,8 @@ class _Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps it for the rules."""
         said, error = record.getMessage(), record.exc_info and record.exc_info[1]
-        is_of_world = isinstance(error, LarderError | OSError | redis.exceptions.RedisError)
+        of_world = LarderError | OSError | redis.exceptions.RedisError | NoThread
+        is_of_world = isinstance(error, of_world)
         is_news = not (is_of_world and any(each in said for each in NO_NEWS))
         if _CURRENT and is_news and record.name != "larder.requests":
             _CURRENT[-1].errors.append(f"{said}: {error!r}")
@@ -401,9 +453,21 @@ def installed() -> Iterator[None]:
     ) -> Snapshot:
         return _CURRENT[-1].open(store, generation, epoch, published_at, blocklist)
 
+    async def start(arm: ServedArm) -> None:
+        _CURRENT[-1].rules.arm_begins(arm)
+        await real_start(arm)
+
+    async def aclose(arm: ServedArm) -> None:
+        try:
+            await real_aclose(arm)
+        finally:
+            _CURRENT[-1].rules.arm_ended(arm)
+
+    real_start, real_aclose = ServedArm.start, ServedArm.aclose
     real_open, kernels, hook = Snapshot.__dict__["open"], loader.kernels, sys.unraisablehook
     root, errors = logging.getLogger(), _Errors(logging.ERROR)
     Snapshot.open = opened  # type: ignore[method-assign]
+    ServedArm.start, ServedArm.aclose = start, aclose  # type: ignore[method-assign]
     loader.kernels = pure
     handlers, root.handlers = root.handlers, [errors]
     # A collection ends coroutines, in the middle of whatever runs: between simulations it meets none,
@@ -419,6 +483,7 @@ def installed() -> Iterator[None]:
         gc.enable()
         root.handlers = handlers
         Snapshot.open, loader.kernels = real_open, kernels  # type: ignore[method-assign]
+        ServedArm.start, ServedArm.aclose = real_start, real_aclose  # type: ignore[method-assign]
         sys.unraisablehook = hook
 
 

@@ -1,6 +1,7 @@
 """The artefact store in memory: it may be slow, hang, or give half of a file, to whoever reads it in a thread."""
 
 import random
+from dataclasses import dataclass, field
 
 from cache.errors import StoreError
 from tests.memory import MemoryStore
@@ -11,24 +12,37 @@ HANGS_S = 5.0
 """Seconds between two looks of who waits for a store that hangs."""
 
 
-class SimulatedStore(MemoryStore):
-    """One store that all hosts share."""
+@dataclass
+class StoreTrouble:
+    """What is wrong with the store, for all namespaces alike unless one is named."""
 
-    def __init__(self, threads: Threads, rng: random.Random) -> None:
+    hung: list[str] = field(default_factory=list)
+    """Hosts for which it hangs; an empty name: for all."""
+    hung_namespaces: list[str] = field(default_factory=list)
+    """Namespaces of which nothing can be read or written."""
+    is_failing: bool = False
+    torn: float = 0.0
+    """Chance that a file is read while it is being written: only its beginning is there."""
+
+
+class SimulatedStore(MemoryStore):
+    """One namespace's part of the store that all hosts share."""
+
+    def __init__(
+        self, namespace: str, threads: Threads, rng: random.Random, trouble: StoreTrouble
+    ) -> None:
         super().__init__(self._take_time)
-        self.hung: list[str] = []
-        """Hosts for which it hangs; an empty name: for all."""
-        self.is_failing = False
-        self.torn = 0.0
-        """Chance that a file is read while it is being written: only its beginning is there."""
+        self.trouble = trouble
+        self._namespace = namespace
         self._threads = threads
         self._rng = rng
-        self.url = "memory"
+        self.url = f"memory/{namespace}"
 
     def read(self, path: str) -> bytes | None:
         """A file's bytes, perhaps not all."""
         found = super().read(path)
-        if found and self.torn and self._rng.random() < self.torn:
+        torn = self.trouble.torn
+        if found and torn and self._rng.random() < torn:
             return found[: self._rng.randrange(len(found))]
         return found
 
@@ -48,8 +62,12 @@ class SimulatedStore(MemoryStore):
             raise AssertionError("the event loop waits for the store")
         if self._rng.random() < 0.3:
             self._threads.sleep(self._rng.random() * TAKES_S)
-        host = HOST.get()
-        while self.hung and ("" in self.hung or (host is not None and host.name in self.hung)):
+        while self._hangs():
             self._threads.sleep(HANGS_S)
-        if self.is_failing:
+        if self.trouble.is_failing:
             raise StoreError("the store does not answer")
+
+    def _hangs(self) -> bool:
+        trouble, host = self.trouble, HOST.get()
+        is_of_host = host is not None and host.name in trouble.hung
+        return "" in trouble.hung or is_of_host or self._namespace in trouble.hung_namespaces

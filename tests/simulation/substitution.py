@@ -44,7 +44,9 @@ class Process(Protocol):
         """A lock."""
 
 
-PACKAGES = ("cache", "serving", "precompute.releases", "precompute.control", "redis")
+PACKAGES = (
+    "cache", "serving", "precompute.releases", "precompute.control", "precompute.experiments.changes", "redis",
+)  # fmt: skip
 """Packages whose modules are looked at, with all that is below them."""
 
 LEFT_OUT = (
@@ -71,7 +73,7 @@ def import_all() -> None:
         if name == "redis":
             continue
         package = importlib.import_module(name)
-        for each in pkgutil.walk_packages(package.__path__, f"{name}."):
+        for each in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{name}."):
             if not each.name.startswith(LEFT_OUT) and not each.name.endswith("__main__"):
                 importlib.import_module(each.name)
 
