@@ -16,6 +16,8 @@ from cache.tiers.l1 import LocalKey, LocalTier
 from cache.tiers.singleflight import SingleFlight
 from cache.tiers.write_behind import WriteBehind
 from serving.admission.controller import Admission
+from serving.experiments.arms import Arm, Arms, ArmState, Routing
+from serving.experiments.router import ExperimentRouter
 from serving.generations import pointer_follower, pointer_rules
 from serving.generations.degraded_reopen import Mending
 from serving.generations.health import Concerns
@@ -30,7 +32,7 @@ from serving.metrics.registry import Metrics
 from serving.replica import background
 from serving.replica.background import Refresher
 from serving.usage.hot_keys import Recent, Sketch
-from tests.simulation.scenarios import Bias
+from tests.simulation.scenarios import EXPERIMENTS, Bias
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -346,6 +348,90 @@ def _a_page_of_another_night_is_read(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(owner, name, reads)
 
 
+def _an_arm_misses_what_is_blocked_while_it_starts(patch: pytest.MonkeyPatch) -> None:
+    real = Arms._enforce
+
+    async def enforce(self: Arms) -> None:
+        blocklist = self.own.follower.shelf.blocklist
+        if blocklist is not getattr(self, "passed_on", None):  # told once, and never compared
+            self.passed_on = blocklist  # type: ignore[attr-defined]
+            for arm in list(self._arms.values()):
+                if arm.state is ArmState.HELD:
+                    await real(self, arm)
+
+    async def enforce_one(self: Arms, arm: Arm) -> None:
+        assert arm.namespace is not None
+        if arm.namespace.service.follower.holding is None:  # not once it has loaded
+            await real(self, arm)
+
+    patch.setattr(Arms, "enforce", enforce)
+    patch.setattr(Arms, "_enforce", enforce_one)
+
+
+def _requests_under_way_fail_when_their_experiment_stops(patch: pytest.MonkeyPatch) -> None:
+    def note(self: ExperimentRouter, assigned: Any, key: bytes) -> None:
+        routing, (experiment, arm, *_) = self._arms.routing, assigned
+        is_logged = routing is not None and routing.is_sampled(experiment, key)
+        self.exposures.request(experiment, arm, key if is_logged else None)
+
+    patch.setattr(ExperimentRouter, "_note", note)
+
+
+def _an_arm_is_known_only_once_it_has_started(patch: pytest.MonkeyPatch) -> None:
+    real = Arms._move_on
+
+    def move_on(self: Arms) -> None:
+        starting = [arm.name for arm in self._arms.values() if arm.state is ArmState.STARTING]
+        for name in starting:
+            del self._arms[name]
+        real(self)
+
+    patch.setattr(Arms, "_move_on", move_on)
+
+
+def _a_blocklist_is_put_in_force_at_the_first_try_or_never(patch: pytest.MonkeyPatch) -> None:
+    real = Shelf.enforce
+
+    async def enforce(self: Shelf) -> bool:
+        if self.blocklist is not getattr(self, "tried", None):
+            self.tried = self.blocklist  # type: ignore[attr-defined]
+            await real(self)
+            self.enforcement_error = None
+        return True
+
+    patch.setattr(Shelf, "enforce", enforce)
+
+
+def _looks_at_experiments_wait_until_arms_have_started(patch: pytest.MonkeyPatch) -> None:
+    real = Arms.look
+
+    async def look(self: Arms) -> None:
+        await real(self)
+        async with self._looking:
+            await self.settled()
+
+    patch.setattr(Arms, "look", look)
+
+
+def _an_arm_that_cannot_obey_answers(patch: pytest.MonkeyPatch) -> None:
+    def answering(self: Arm) -> Any:
+        is_held = self.state in (ArmState.HELD, ArmState.DRAINING)
+        service = None if self.namespace is None else self.namespace.service
+        return service if is_held and service and service.follower.holding else None
+
+    patch.setattr(Arm, "answering", property(answering))
+
+
+def _keys_are_drawn_anew_for_each_version_of_the_experiments(patch: pytest.MonkeyPatch) -> None:
+    real = Routing.__init__
+
+    def init(self: Routing, record: Any) -> None:
+        real(self, record)
+        self._layer = dataclasses.replace(record, salt=f"{record.salt}{record.version}").owners
+
+    patch.setattr(Routing, "__init__", init)
+
+
 DEFECTS: dict[str, Plant] = {
     name.removeprefix("_").replace("_", " "): plant
     for name, plant in list(globals().items())
@@ -356,6 +442,7 @@ DEFECTS: dict[str, Plant] = {
 _CALM = dict.fromkeys(
     ("redis down", "redis wiped", "redis older", "redis held", "redis slow", "link held", "cut", "stall"), 0
 )  # fmt: skip
+_ARMS = _CALM | EXPERIMENTS
 BIASES: dict[str, Bias] = {
     "a slow load holds up the next look": Bias(
         _CALM | {"night": 20, "roll_back": 15, "store hung": 15, "ask": 20, "kill": 0, "canary": 10}
@@ -364,6 +451,21 @@ BIASES: dict[str, Bias] = {
         _CALM | {"ask": 60, "burst": 60, "night": 1}, steps=90
     ),
     "what is degraded stays so": Bias(_CALM | {"model broken": 20, "night": 20, "ask": 20}),
+    "an arm misses what is blocked while it starts": Bias(
+        _ARMS | {"block": 40, "store hung": 0, "kill": 10, "arm hung": 20}
+    ),
+    "requests under way fail when their experiment stops": Bias(
+        _ARMS | {"burst": 80, "stop experiment": 30, "redis slow": 30}
+    ),
+    "an arm is known only once it has started": Bias(_ARMS | {"arm hung": 20}),
+    "a blocklist is put in force at the first try or never": Bias(
+        _ARMS | {"block": 40, "no threads": 30}
+    ),
+    "looks at experiments wait until arms have started": Bias(
+        _ARMS | {"arm hung": 30, "stop experiment": 20, "restart": 20, "kill": 0}
+    ),
+    "an arm that cannot obey answers": Bias(_ARMS | {"block": 40, "no threads": 40}),
+    "keys are drawn anew for each version of the experiments": Bias(_ARMS),
     "previous is whatever arrives last": Bias(
         _CALM | {"night": 25, "roll_back": 15, "kill": 15, "restart": 10, "ask": 10}
     ),

@@ -153,10 +153,10 @@ class Faults:
         broken.append(namespace)
         return lambda: broken.remove(namespace)
 
-    def _no_threads(self, _rng: random.Random, number: int) -> Callable[[], None]:
-        threadless, name = self._of.threadless, self._of.replicas[number].host.name
-        threadless.append(name)
-        return lambda: threadless.remove(name)
+    def _no_threads(self, _rng: random.Random, number: int, namespace: str) -> Callable[[], None]:
+        threadless, of = self._of.threadless, (self._of.replicas[number].host.name, namespace)
+        threadless.append(of)
+        return lambda: threadless.remove(of)
 
     def _model_slow(self, rng: random.Random) -> Callable[[], None]:
         self._of.models.slow_s = rng.choice([0.05, 0.5, 2.0, 5.0])

@@ -49,13 +49,16 @@ class Replica:
         self.service: Service | None = None
         self.is_down = True
         """True before it is started, and once it has stopped or was killed."""
+        self.is_stopping = False
+        self.started_at = 0.0
         self._loop = loop
         self._settings = settings
 
     def start(self) -> asyncio.Task[None]:
         """Starts a new process on this host."""
         assert self.is_down
-        self.is_down = False
+        self.is_down = self.is_stopping = False
+        self.started_at = self._loop.time()
         clock_ahead_s = self.host.clock_ahead_s
         self.host = Host(self.host.name)
         self.host.clock_ahead_s = clock_ahead_s
@@ -105,6 +108,7 @@ class Replica:
 
     async def _stop(self) -> None:
         server, self.server, self.service = self.server, None, None
+        self.is_stopping = True
         if server is not None:
             await server.shutdown()
             self.is_down = True

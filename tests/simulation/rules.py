@@ -9,7 +9,7 @@ from cache.store.blocklist import Blocklist
 from cache.store.experiments import Experiments
 from cache.store.releases import Pointer
 from serving.answers.sources import STORED
-from serving.experiments.arms import ArmState, Routing
+from serving.experiments.arms import ArmState
 from serving.http.service import Service
 from serving.namespace import ServedArm
 from tests.simulation import nights
@@ -46,6 +46,22 @@ CALM_S = 3.0
 """Calm seconds after which processes can talk: a slow model outlasts the wait for whoever computes, then both do."""
 
 
+class WrittenExperiments:
+    """A version of the experiments, and when it was written; which arm has a key is told in the plainest way."""
+
+    def __init__(self, written_at: float, record: Experiments) -> None:
+        self.written_at, self.record = written_at, record
+        self._layer = record.owners
+        self._arms = {experiment.name: experiment.owners for experiment in record.running}
+
+    def owner(self, key: bytes) -> tuple[str | None, str | None]:
+        """Experiment and arm that have the key; None twice if none has."""
+        experiment = self._layer.of(key)
+        if experiment is None or experiment not in self._arms:
+            return None, None
+        return experiment, self._arms[experiment].of(key)
+
+
 class Rules:
     """Rules of one simulation."""
 
@@ -57,8 +73,8 @@ class Rules:
         self._moved_at = 0.0
         self._first_at: dict[str, float] = {}
         """Namespace -> when it had its first pointer."""
-        self._records: list[tuple[float, Experiments, Routing]] = []
-        """Versions of the experiments, and when each was written."""
+        self._records: list[WrittenExperiments] = []
+        """Versions of the experiments, the newest last."""
         self._open_arms: Counter[tuple[Host, str]] = Counter()
         """Copies of each namespace that a process has opened and not closed."""
         self._obeyed: dict[Host, tuple[Blocklist, float]] = {}
@@ -93,8 +109,8 @@ class Rules:
 
     def experimented(self, record: Experiments) -> None:
         """A version of the experiments that is now in the store."""
-        if not self._records or record.version > self._records[-1][1].version:
-            self._records.append((self._of.loop.time(), record, Routing(record)))
+        if not self._records or record.version > self._records[-1].record.version:
+            self._records.append(WrittenExperiments(self._of.loop.time(), record))
 
     def arm_begins(self, arm: ServedArm) -> None:
         """A namespace of an arm is about to load: never a second time beside itself."""
@@ -251,24 +267,29 @@ class Rules:
         told = answer.get("experiment"), answer.get("arm")
         call, now = asked.call, self._of.loop.time()
         has_key = len(call.questions) == 1 and call.generation is None
-        owners: list[tuple[Any, Any]] = [(None, None)]
-        settled: tuple[Any, Any] | None = (None, None)
-        of_arm = {(None, None): nights.OWN}
-        for written_at, record, routing in self._records if has_key else ():
+        owners: list[tuple[str | None, str | None]] = [(None, None)]
+        settled: tuple[str | None, str | None] | None = (None, None)
+        of_arm: dict[tuple[str | None, str | None], str] = {(None, None): nights.OWN}
+        for version in self._records if has_key else ():
             of_arm |= {
-                (found.name, arm.name): arm.namespace
-                for found in record.experiments for arm in found.arms
-            }  # fmt: skip
-            owner = routing.of(call.questions[0].id.encode()) or (None, None)
-            owners.append(owner)
-            settled = owner if written_at < now - 2 * LEARNS_S else None
+                (experiment.name, arm.name): arm.namespace
+                for experiment in version.record.experiments
+                for arm in experiment.arms
+            }
+            owners.append(owner := version.owner(call.questions[0].id.encode()))
+            settled = owner if version.written_at < now - 2 * LEARNS_S else None
         if told not in owners or of_arm[told] != namespace:
             raise Wrong(f"{call} is of {owners[-1]}, and {answer} came")
         if settled is None or told == settled:
             return
-        first_at = self._first_at.get(of_arm[settled], now)
-        is_calm = self._of.faults.calm_s() > 2 * LEARNS_S < self._up_s(asked.host)
-        is_tried_again = self._of.faults.calm_s("arm broken") > RETRIED_S
+        arm = of_arm[settled]
+        first_at = self._first_at.get(arm, now)
+        # What is wrong with one arm touches no other.
+        others = tuple(
+            f"arm {how} {name}" for how in ("hung", "broken") for name in nights.ARMS if name != arm
+        )
+        is_calm = self._of.faults.calm_s(but=others) > 2 * LEARNS_S < self._up_s(asked.host)
+        is_tried_again = self._of.faults.calm_s(f"arm broken {arm}") > RETRIED_S
         if is_calm and is_tried_again and now - first_at > 2 * LEARNS_S:
             raise Wrong(f"{call} is of {settled} for long, and {answer} came")
 
@@ -311,6 +332,10 @@ class Rules:
         for replica in self._of.replicas:
             if replica.service is not None:
                 self._look(replica, replica.service)
+            elif not replica.is_down and not replica.is_stopping:
+                starts_s = self._of.loop.time() - replica.started_at
+                if min(starts_s, self._of.faults.calm_s(but=("arm",))) > 2 * LEARNS_S:
+                    raise Broken(f"{replica.host.name} does not come up")
         if self._of.models.twice:
             raise Broken(self._of.models.twice[0])
         if self._of.errors:
@@ -388,7 +413,7 @@ class Rules:
 
     def _demand_arms_held(self, replica: Replica) -> None:
         """After calm: exactly the namespaces that experiments name are held, and all answer."""
-        named = self._records[-1][1].namespaces(nights.OWN) if self._records else ()
+        named = self._records[-1].record.namespaces(nights.OWN) if self._records else ()
         states = {} if replica.arms is None else replica.arms.states
         if states != dict.fromkeys(named, ArmState.HELD):
             raise Broken(f"{replica.host.name} is to hold {named}: {states}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.callers import Call, Question
-from tests.simulation.nights import ARMS, ITEMS, STRANGERS, USERS, generation_of
+from tests.simulation.nights import ARMS, ITEMS, OWN, STRANGERS, USERS, generation_of
 
 REPLICAS = 2
 HOT = USERS[1:4]
@@ -123,9 +123,9 @@ def _step(at: float, what: str, rng: random.Random) -> Step:
         case "arm night":
             arguments = (rng.choice(ARMS),)
         case "arm hung" | "arm broken":
-            arguments = (rng.choice(ARMS), long_s)
+            arguments = (rng.choice(ARMS), rng.choice([1.0, 20.0, 45.0]))
         case "no threads":
-            arguments = (rng.randrange(REPLICAS), long_s)
+            arguments = (rng.randrange(REPLICAS), rng.choice([OWN, *ARMS]), rng.choice([1.0, 30.0]))
         case _ if " " in what and what != "bad night":
             arguments = (long_s,)
     return Step(round(at, 4), what, arguments, rng.getrandbits(32), calls)

@@ -21,6 +21,7 @@ from cache.native import loader, pure
 from cache.process.host import disk_free_bytes, memory_available_bytes
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import Blocklist
+from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.namespace import ServedArm
 from serving.process.gc_tuning import settle
@@ -76,8 +77,8 @@ class Simulation:
         self.trouble = StoreTrouble()
         self.broken_arms: list[str] = []
         """Namespaces of arms that cannot be opened."""
-        self.threadless: list[str] = []
-        """Hosts that start no thread to put a blocklist in force."""
+        self.threadless: list[tuple[str, str]] = []
+        """Hosts, and namespaces of theirs, that start no thread to put a blocklist in force."""
         self.stores = {
             name: SimulatedStore(name, self.threads, self._rng(f"store {name}"), self.trouble)
             for name in nights.FIRST_NIGHTS
@@ -397,9 +398,12 @@ class ScarcePool(Pool):
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Queues the call; raises NoThread as a process under a limit does."""
         host, work = HOST.get(), getattr(fn, "args", ())
-        is_blocklist = any(getattr(each, "__name__", "") == "with_blocklist" for each in work)
-        if is_blocklist and host is not None and host.name in self._simulation.threadless:
-            raise NoThread("can't start new thread")
+        for call in work if host is not None and self._simulation.threadless else ():
+            holding = getattr(call, "__self__", None)
+            if isinstance(holding, Holding) and call.__name__ == "with_blocklist":
+                namespace = nights.namespace_of(nights.number_of(holding.live.generation))
+                if (host.name, namespace) in self._simulation.threadless:
+                    raise NoThread("can't start new thread")
         return super().submit(fn, *args, **kwargs)
 
 
