@@ -69,6 +69,8 @@ class Snapshot:
     """Items that events brought and the night did not know."""
     new_items_version: int = 0
     """Version of `NewItemEvents` that `new_items` were made of."""
+    blocked_stamp: int = field(default_factory=_STAMPS.__next__)
+    """Number of this very blocklist, which grows with each that is put in force, whoever's version it is."""
     stamp: int = field(init=False, default_factory=_STAMPS.__next__)
     """Number of this very value: also the same generation under another blocklist or release has another one."""
     values_stamp: int = field(init=False, default_factory=_STAMPS.__next__)
@@ -141,8 +143,9 @@ class Snapshot:
         """Snapshot of this generation under another version of the blocklist."""
         blocked, ordinals = _blocked(blocklist, self.items, self.new_items)
         return dataclasses.replace(
-            self, blocklist=blocklist, blocked=blocked, blocked_ordinals=ordinals
-        )
+            self, blocklist=blocklist, blocked=blocked, blocked_ordinals=ordinals,
+            blocked_stamp=next(_STAMPS),
+        )  # fmt: skip
 
     def with_new_items(self, new: NewItems, filtering: Filtering | None, version: int) -> Self:
         """Snapshot of this generation that answers with these new items, whose attributes its filters know."""

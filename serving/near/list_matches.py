@@ -69,7 +69,7 @@ class ListMatches:
     ) -> tuple[list[bytes], list[float | None]]:
         """A record for each input, and the distance of the one whose candidates it has; None where it is live's own.
 
-        `version` is that of the blocklist, whose ordinals are `blocked`.
+        `version` grows with each blocklist, whose ordinals are `blocked`.
         """
         neighbours, search = self.neighbours, predictor.search(self._table)
         vectors = predictor.vectors(batch)

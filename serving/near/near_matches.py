@@ -87,8 +87,9 @@ class NearMatches:
                 made = predictor.predict(table, batch, prints, scored_at, blocked=blocked)
                 near: list[float | None] = [None] * len(made)
             else:
-                version = snapshot.blocklist.version
-                made, near = matches.predict(predictor, batch, prints, scored_at, blocked, version)
+                # Not the version of the list: an arm obeys that of another namespace as well.
+                stamp = snapshot.blocked_stamp
+                made, near = matches.predict(predictor, batch, prints, scored_at, blocked, stamp)
             for row, record, distance in zip(rows, made, near, strict=True):
                 records[row] = NearRecord(record, distance)
         return records

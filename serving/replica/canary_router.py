@@ -43,17 +43,22 @@ class CanaryRouter:
             return self._aside(holding, "not_held")
         self._begin(canary)
         if holding.canary.takes(key):
-            return holding.tried(holding.next), ArmShare("canary", key)
-        return holding, ArmShare("live", key)
+            return holding.tried(holding.next), ArmShare("canary", key, canary)
+        return holding, ArmShare("live", key, canary)
 
     def count(self, part: ArmShare | None, answers: Sequence[Answer]) -> None:
-        """Counts a request of one arm that has its answers."""
-        if part is None or part.arm not in self._counts:
+        """Count a request of one arm that has its answers.
+
+        One that was routed under another canary, or another share, does not count for the one that runs now.
+        """
+        if part is None:
             return
-        arm, key = part
+        arm, key, canary = part
         self._metrics.canary_requests.labels(arm).inc()
         for each in answers:
             self._metrics.canary_answers.labels(arm, each["source"]).inc()
+        if canary != self._counted:
+            return
         for top in self._counts[arm].answered(key, answers):
             self._metrics.canary_top_score.labels(arm).observe(top)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
+from cache.store.releases import Canary
 from serving.answers.sources import FALLBACKS, Source
 
 Arm = Literal["live", "canary"]
@@ -57,10 +58,11 @@ def bucket(score: float) -> int:
 
 
 class ArmShare(NamedTuple):
-    """Part of a request in a canary: the arm that answers it, and the key that chose it."""
+    """Part of a request in a canary: the arm that answers it, the key that chose it, and the canary itself."""
 
     arm: Arm
     key: bytes
+    canary: Canary
 
 
 class _Seen(NamedTuple):

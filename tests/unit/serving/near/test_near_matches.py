@@ -35,7 +35,8 @@ def snapshot(predictor: Predictor, blocked: tuple[int, ...] = (), version: int =
     """As much of a generation as near matches need."""
     return SimpleNamespace(
         predictor=predictor, manifest=SimpleNamespace(tables=predictor._tables), generation="g",
-        blocked_ordinals=np.array(blocked, np.int64), blocklist=Blocklist(version=version),
+        blocked_ordinals=np.array(blocked, np.int64), blocked_stamp=version,
+        blocklist=Blocklist(version=1),  # in an arm it stays, whatever the service's own namespace blocks
     )  # fmt: skip
 
 
@@ -145,6 +146,22 @@ def test_another_blocklist_forgets_the_answers_and_keeps_what_was_learned(
 
     assert first.distance is None and late[0].distance is None
     assert trusted and any(each.distance is not None for each in again)
+
+
+def test_what_is_unblocked_by_another_namespace_is_in_proven_lists_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cache.model.candidate_search._FILTER_ABOVE", 2)
+    near, predictor = matches(error=0.0001), wide_predictor()
+    sources = drawn(400, length=48)
+    best = [decoded(snapshot(predictor), each).items for each in live(snapshot(predictor), sources)]
+    blocked = tuple(sorted({int(items[0]) for items in best if items is not None}))[:40]
+    run(near, snapshot(predictor, blocked, version=2), sources)
+
+    at = snapshot(predictor, version=3)
+    found = run(near, at, sources)
+
+    assert [each.record for each in found] == live(at, sources)
 
 
 def test_many_blocked_items_are_left_out_too(

@@ -12,7 +12,7 @@ from cache.control.key_split import Split
 from cache.store.releases import Canary
 from serving.generations.served_set import Holding
 from serving.replica.canary_router import CanaryRouter
-from serving.replica.canary_stats import EVENTS_MAX, ArmShare
+from serving.replica.canary_stats import EVENTS_MAX
 from serving.requests.errors import Problem
 from serving.requests.fields import read_id
 from serving.requests.lookup_json import feedback_of, lookup_ask
@@ -79,7 +79,8 @@ async def test_a_canary_request_is_answered_whole_and_says_so() -> None:
     answers = await world.ladder.lookup(routed, asked, time.monotonic())
     trial.count(part, answers)
 
-    assert part == ("canary", b"k") and {each["generation"] for each in answers} == {GENERATION}
+    assert part == ("canary", b"k", Canary(GENERATION, 100.0, 5.0))
+    assert {each["generation"] for each in answers} == {GENERATION}
     report = trial.report()
     assert report is not None and report["arms"]["canary"]["requests"] == 1
     assert report["arms"]["canary"]["kinds"] == {"stored": 1}
@@ -185,13 +186,37 @@ def test_another_canary_is_counted_from_nothing() -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0))
     world, holding, _ = scene()
     trial = CanaryRouter(running, world.metrics)
-    trial.route(holding, (), options(b"k"))
-    trial.count(ArmShare("canary", b"k"), [{"source": "l1"}])
+    _, part = trial.route(holding, (), options(b"k"))
+    trial.count(part, [{"source": "l1"}])
 
     running.canary = Canary(GENERATION, 100.0, 6.0)
 
     report = trial.report()
     assert report is not None and report["arms"]["canary"]["requests"] == 0
+
+
+@pytest.mark.parametrize("later", [Canary(OLDER, 100.0, 6.0), Canary(GENERATION, 50.0, 5.0)])
+def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(
+    later: Canary,
+) -> None:
+    running = Runs(Canary(GENERATION, 100.0, 5.0))
+    world, holding, _ = scene()
+    trial = CanaryRouter(running, world.metrics)
+    _, part = trial.route(holding, (), options(b"k"))
+
+    running.canary = later
+    trial.feedback(holding, None, b"k", "click", 1)
+    trial.count(part, [{"source": "l1"}])
+
+    report = trial.report()
+    assert part is not None and report is not None
+    assert {arm: each["requests"] for arm, each in report["arms"].items()} == {
+        "live": 0,
+        "canary": 0,
+    }
+    text = world.metrics.expose()
+    line = f'larder_canary_requests_total{{arm="{part.arm}"}} 1'
+    assert line.encode() in text  # of all canaries
 
 
 def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
