@@ -16,7 +16,8 @@ from serving.lookup.ladder import Ladder
 from serving.ranking.filters import Filters
 from serving.ranking.user_vectors import metric_of, vector_table
 from serving.rendering.answer_fields import Answer, history_in
-from serving.requests.models import Ask, ScoreAsk
+from serving.requests.errors import Problem
+from serving.requests.models import Ask, RequestOptions, ScoreAsk
 
 
 async def rank_candidates(
@@ -34,6 +35,8 @@ async def rank_candidates(
     sought = ask.options
     passing = await filters.passing(holding.live, sought.filter)
     reranker = await filters.reranker(holding.live, sought.rerank)
+    if not await _can_shape(filters, holding.previous, sought):
+        holding = replace(holding, previous=None)  # it cannot answer this, and the live one can
     table = vector_table(holding.live)
     user = ask.user.of_table(table.name)
     options = replace(sought, fresh=sought.fresh or user.has_input, filter=None, rerank=None)
@@ -55,6 +58,17 @@ async def rank_candidates(
     elif ordinals:
         named["unscored"] = snapshot.items.ids_of(np.array(ordinals, np.uint32))
     return answer | named
+
+
+async def _can_shape(filters: Filters, snapshot: Snapshot | None, options: RequestOptions) -> bool:
+    """True if a generation has what the request's filter and order name."""
+    if snapshot is not None:
+        try:
+            await filters.passing(snapshot, options.filter)
+            await filters.reranker(snapshot, options.rerank)
+        except Problem:
+            return False
+    return True
 
 
 def _ranked(

@@ -11,8 +11,9 @@ from cache.format.records.layout import Layout
 from serving.generations.served_set import Holding
 from serving.ranking.candidate_scoring import rank_candidates, score_tolerance
 from serving.ranking.filters import Filters
+from serving.requests.errors import unprocessable
 from serving.requests.models import RequestOptions, ScoreAsk
-from tests.unit.serving.world import World, entity, ids
+from tests.unit.serving.world import GENERATION, OLDER, World, entity, ids
 
 
 async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> None:
@@ -33,6 +34,38 @@ async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> 
     assert stored["source"] == "l2" and stored["score_tolerance"] == 0.0
     assert [each["source"] for each in live] == ["live"] * 2
     assert (settled["source"], settled["reason"]) == ("l1", "fresh_unavailable")
+
+
+class EverythingPasses:
+    """Passing items of a generation that has the filter's attribute."""
+
+    def among(self, ordinals):
+        return np.ones(len(ordinals), bool)
+
+
+class FiltersOfTheLiveOne(Filters):
+    """Filters that name an attribute which the previous generation lacks."""
+
+    async def passing(self, snapshot, filter_):
+        if snapshot.generation == OLDER:
+            raise unprocessable("invalid_filter", "unknown attribute 'colour'", "filter")
+        return EverythingPasses()
+
+
+async def test_a_previous_generation_without_the_filters_attribute_answers_no_score() -> None:
+    world = World()
+    live = Holding(world.snapshot(GENERATION), world.snapshot(OLDER))
+    del world.remote.pages[GENERATION, "user_vector", 0]
+    ask = ScoreAsk(entity("u1", ""), ids("i1", "i2"), RequestOptions(5.0, filter="red"))
+    plain = ScoreAsk(ask.user, ask.items, RequestOptions(5.0))
+    now = asyncio.get_running_loop().time()
+
+    previous = await rank_candidates(world.ladder, Filters(), live, plain, now)
+    filtered = await rank_candidates(world.ladder, FiltersOfTheLiveOne(), live, ask, now)
+
+    assert previous["source"] == "previous" and previous["items"]
+    assert (filtered["source"], filtered["generation"]) == ("default", GENERATION)
+    assert filtered["items"] == [] and filtered["unscored"] == ["i1", "i2"]
 
 
 @pytest.mark.parametrize("precision", ["f2", "i1"])
