@@ -398,11 +398,12 @@ class ScarcePool(Pool):
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Queues the call; raises NoThread as a process under a limit does."""
         host, work = HOST.get(), getattr(fn, "args", ())
-        for call in work if host is not None and self._simulation.threadless else ():
+        name, threadless = "" if host is None else host.name, self._simulation.threadless
+        for call in work if threadless else ():
             holding = getattr(call, "__self__", None)
             if isinstance(holding, Holding) and call.__name__ == "with_blocklist":
                 namespace = nights.namespace_of(nights.number_of(holding.live.generation))
-                if (host.name, namespace) in self._simulation.threadless:
+                if (name, namespace) in threadless:
                     raise NoThread("can't start new thread")
         return super().submit(fn, *args, **kwargs)
 
@@ -457,15 +458,15 @@ def installed() -> Iterator[None]:
     ) -> Snapshot:
         return _CURRENT[-1].open(store, generation, epoch, published_at, blocklist)
 
-    async def start(arm: ServedArm) -> None:
-        _CURRENT[-1].rules.arm_begins(arm)
-        await real_start(arm)
+    async def start(self: ServedArm) -> None:
+        _CURRENT[-1].rules.arm_begins(self)
+        await real_start(self)
 
-    async def aclose(arm: ServedArm) -> None:
+    async def aclose(self: ServedArm) -> None:
         try:
-            await real_aclose(arm)
+            await real_aclose(self)
         finally:
-            _CURRENT[-1].rules.arm_ended(arm)
+            _CURRENT[-1].rules.arm_ended(self)
 
     real_start, real_aclose = ServedArm.start, ServedArm.aclose
     real_open, kernels, hook = Snapshot.__dict__["open"], loader.kernels, sys.unraisablehook

@@ -10,6 +10,7 @@ import pytest
 
 from cache.store.experiments import Experiments
 from serving.experiments.arms import RETRY_MAX_S, RETRY_S, Arm, Arms, ArmState, Routing
+from serving.generations.store_threads import InThread
 from serving.lookup.service import LookupService
 from tests.unit.serving.experiments.scene import GRACE_S, KEYS, OTHER, Scene, experiment
 
@@ -174,7 +175,7 @@ async def test_of_looks_at_the_same_time_none_takes_an_older_version_back(tmp_pa
 
     arms = Arms(
         cast(LookupService, scene.own), "own", scene.store, scene.open,
-        in_thread=in_thread, grace_s=GRACE_S, timer=scene.clock,
+        in_thread=cast(InThread, in_thread), grace_s=GRACE_S, timer=scene.clock,
     )  # fmt: skip
     scene.write(experiment())
     first = asyncio.create_task(arms.look())

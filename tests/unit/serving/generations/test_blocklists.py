@@ -154,8 +154,11 @@ async def test_what_is_blocked_while_a_replica_loads_is_in_force_when_it_answers
     scene: Scene,
 ) -> None:
     scene.redis.now = pointer(A, 1)
-    scene.on_open = lambda: change_blocklist(scene.store, block_items=[b"i1"])
 
+    def block() -> None:
+        change_blocklist(scene.store, block_items=[b"i1"])
+
+    scene.on_open = block
     await scene.refresher.start()
 
     assert blocked(scene) == {"i1"}
