@@ -23,6 +23,9 @@ STEPS_MAX = 10
 
 SELDOM = {
     "a slow load holds up the next look",
+    "an arm that cannot obey answers",
+    "looks at experiments wait until arms have started",
+    "requests under way fail when their experiment stops",
     "flights forget the input",
     "previous is whatever arrives last",
     "the breaker never closes",

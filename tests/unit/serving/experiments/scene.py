@@ -17,6 +17,8 @@ from tests.fakes import FakeClock
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]
 GRACE_S = 10.0
+LASTS_S = 5.0
+"""Seconds that a start or an end lasts at most, so that whoever waits for it fails, and does not hang."""
 
 
 def experiment(name: str = "e", other: str = "second", sample: float = 1.0) -> Experiment:
@@ -84,13 +86,15 @@ class FakeNamespace:
 
     async def start(self) -> None:
         self.log.append(f"start {self.name}")
-        await self.starts.wait()
+        async with asyncio.timeout(LASTS_S):
+            await self.starts.wait()
         if self.fails:
             raise OSError("no")
 
     async def aclose(self) -> None:
         self.log.append(f"close {self.name}")
-        await self.ends.wait()
+        async with asyncio.timeout(LASTS_S):
+            await self.ends.wait()
 
     async def drain(self) -> None:
         self.log.append(f"drain {self.name}")
@@ -141,6 +145,10 @@ class Scene:
         for _ in range(9):
             await asyncio.sleep(0)
         assert self.log
+
+    def states(self) -> dict[str, str]:
+        """State of each namespace beside the own one."""
+        return {name: state.value for name, state in self.arms.states.items()}
 
     def block(self, version: int, item: bytes) -> Blocklist:
         """Puts a version in force in the own namespace, which nobody is told."""
