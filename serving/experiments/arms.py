@@ -190,7 +190,7 @@ class Arms:
             self.own.metrics.experiments_version.set(self.record.version)
             follower.shelf.divide(by_experiments=bool(self.record.running))
             if not self._is_ending:
-                self._move_on()
+                self._advance_arms()
 
     async def enforce(self) -> None:
         """Have every arm obey the blocklist of the own namespace; costs nothing where all do.
@@ -240,33 +240,33 @@ class Arms:
         """Let go of all namespaces; none is opened again."""
         self._is_ending = True
         for arm in list(self._arms.values()):
-            self._drop(arm)
+            self._begin_close(arm)
         await self.settled()
 
-    def _move_on(self) -> None:
+    def _advance_arms(self) -> None:
         """Move each arm on as the record and the clock say; nothing here waits."""
         now, named = self._timer(), self.record.namespaces(self.namespace)
         for name in named:
             arm = self._arms.get(name)
             if arm is None:
-                self._begin(Arm(name))
+                self._begin_start(Arm(name))
             elif arm.state is ArmState.DRAINING:
                 arm.enter(ArmState.HELD)
             elif arm.state is ArmState.FAILED and now >= arm.retry_at:
                 arm.enter(ArmState.STARTING)
-                self._begin(arm)
+                self._begin_start(arm)
         for arm in [arm for arm in self._arms.values() if arm.name not in named]:
             if arm.state is ArmState.HELD:
                 arm.enter(ArmState.DRAINING)
                 arm.draining_since = now
             if arm.state is not ArmState.DRAINING or now - arm.draining_since >= self._grace_s:
-                self._drop(arm)
+                self._begin_close(arm)
 
-    def _begin(self, arm: Arm) -> None:
+    def _begin_start(self, arm: Arm) -> None:
         self._arms[arm.name] = arm
-        self._work(arm, self._start(arm))
+        self._run_task(arm, self._start(arm))
 
-    def _drop(self, arm: Arm) -> None:
+    def _begin_close(self, arm: Arm) -> None:
         if arm.state is ArmState.FAILED:
             arm.enter(ArmState.CLOSED)
             del self._arms[arm.name]
@@ -275,9 +275,9 @@ class Arms:
             arm.enter(ArmState.CLOSING)
             if starting is not None:
                 starting.cancel()
-            self._work(arm, self._close(arm, starting))
+            self._run_task(arm, self._close(arm, starting))
 
-    def _work(self, arm: Arm, work: Coroutine[Any, Any, None]) -> None:
+    def _run_task(self, arm: Arm, work: Coroutine[Any, Any, None]) -> None:
         arm.task = task = asyncio.create_task(work)
 
         def ended(_task: asyncio.Task[None]) -> None:
@@ -299,7 +299,7 @@ class Arms:
             arm.failures += 1
             wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(arm.failures - 1, 10))
             log.exception("namespace %s cannot be held; trying again in %g s", arm.name, wait_s)
-            await self._let_go(arm)
+            await self._close_namespace(arm)
             if arm.state is ArmState.STARTING:
                 arm.retry_at = self._timer() + wait_s
                 arm.enter(ArmState.FAILED)
@@ -314,12 +314,12 @@ class Arms:
             # Again and again: a client library may lose a cancellation that meets its reply.
             starting.cancel()
             await asyncio.wait({starting}, timeout=_CANCEL_AGAIN_S)
-        await self._let_go(arm)
+        await self._close_namespace(arm)
         arm.enter(ArmState.CLOSED)
         del self._arms[arm.name]
         log.info("namespace %s is held no more", arm.name)
 
-    async def _let_go(self, arm: Arm) -> None:
+    async def _close_namespace(self, arm: Arm) -> None:
         if arm.namespace is not None:
             try:
                 await arm.namespace.aclose()

@@ -378,15 +378,15 @@ def _requests_under_way_fail_when_their_experiment_stops(patch: pytest.MonkeyPat
 
 
 def _an_arm_is_known_only_once_it_has_started(patch: pytest.MonkeyPatch) -> None:
-    real = Arms._move_on
+    real = Arms._advance_arms
 
-    def move_on(self: Arms) -> None:
+    def advance_arms(self: Arms) -> None:
         starting = [arm.name for arm in self._arms.values() if arm.state is ArmState.STARTING]
         for name in starting:
             del self._arms[name]
         real(self)
 
-    patch.setattr(Arms, "_move_on", move_on)
+    patch.setattr(Arms, "_advance_arms", advance_arms)
 
 
 def _a_blocklist_is_put_in_force_at_the_first_try_or_never(patch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ class Rules:
 
     def _demand_routed(self, asked: Asked, namespace: str, answer: Mapping[str, Any]) -> None:
         """An arm answers whole requests of keys that a version gave it, and all of them once all is calm."""
-        told = answer.get("experiment"), answer.get("arm")
+        label = answer.get("experiment"), answer.get("arm")
         call, now = asked.call, self._of.loop.time()
         has_key = len(call.questions) == 1 and call.generation is None
         owners: list[tuple[str | None, str | None]] = [(None, None)]
@@ -278,9 +278,9 @@ class Rules:
             }
             owners.append(owner := version.owner(call.questions[0].id.encode()))
             settled = owner if version.written_at < now - 2 * LEARNS_S else None
-        if told not in owners or of_arm[told] != namespace:
+        if label not in owners or of_arm[label] != namespace:
             raise Wrong(f"{call} is of {owners[-1]}, and {answer} came")
-        if settled is None or told == settled:
+        if settled is None or label == settled:
             return
         arm = of_arm[settled]
         first_at = self._first_at.get(arm, now)
