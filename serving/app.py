@@ -82,7 +82,11 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
     async def refuse(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         detail = str(error.detail) if isinstance(error, HTTPException) else "internal error"
-        return refused(Problem(status, _CODES.get(status, "http_error"), detail))
+        response = refused(Problem(status, _CODES.get(status, "http_error"), detail))
+        headers = getattr(error, "headers", None) or {}
+        if "Allow" in headers:
+            response.headers["Allow"] = _with_head(headers["Allow"])
+        return response
 
     app.add_exception_handler(HTTPException, refuse)
     if config.has_tokens:
@@ -124,6 +128,12 @@ def make_server(
     shared = Shared(app, config.bounds(make_room(config.connections_max)))
     settings = settings_of(app, config, log_level, protocol(shared), tls)
     return Server(settings, shared.connections, *rest)
+
+
+def _with_head(methods: str) -> str:
+    """The methods of a route, with HEAD wherever GET is one of them: `Front` answers HEAD for all."""
+    names = {name.strip() for name in methods.split(",")}
+    return ", ".join(sorted(names | {"HEAD"} if "GET" in names else names))
 
 
 def _document_token(app: FastAPI) -> None:

@@ -96,6 +96,11 @@ class Front(FastAPI):
         """Serves a request or the application's life; what is ready is sent under any load: a refusal costs as much."""
         gate, fast = self.gate, self.fast
         if scope["type"] == "http":
+            if scope["method"] == "HEAD":
+                scope = {
+                    **scope,
+                    "method": "GET",
+                }  # the server leaves the body out (RFC 9110, section 9.3.2)
             self.callers.note(scope)
         if gate is None or scope["type"] != "http":
             await super().__call__(scope, receive, send)

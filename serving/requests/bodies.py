@@ -11,6 +11,7 @@ from starlette.types import Message, Receive
 
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.requests.errors import Problem
+from serving.requests.negotiation import check_codings
 
 _JSON = "application/json"
 
@@ -19,7 +20,11 @@ Messages = tuple[Message, Message]
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """Reads the whole body; the length that a caller declares can only make it refuse earlier."""
+    """Reads the whole body; the length that a caller declares can only make it refuse earlier.
+
+    Raises Problem 413, 415 (a body in a content coding) or 408.
+    """
+    check_codings(request.scope["headers"])
     if is_longer(request.scope["headers"], limit):
         raise _too_large(limit)
     pieces, size = [], 0
@@ -87,6 +92,8 @@ def refused(problem: Problem) -> Response:
         response.headers["WWW-Authenticate"] = "Bearer"
     elif problem.status in (408, 413):
         response.headers["Connection"] = "close"  # the rest of the body is not waited for
+    elif problem.status == 415 and problem.field == "content-encoding":
+        response.headers["Accept-Encoding"] = "identity"  # RFC 9110, section 15.5.16
     elif (wait_s := problem.details.get("retry_after_seconds")) is not None:
         response.headers["Retry-After"] = str(max(1, math.ceil(float(str(wait_s)))))
     elif problem.status == 503:

@@ -34,7 +34,10 @@ class Forms(NamedTuple):
 
 
 def forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
-    """Forms by Content-Type and Accept, header names in lower case; raises Problem 415 or 406 for any other type."""
+    """Forms by Content-Type and Accept, header names in lower case.
+
+    Raises Problem 415 or 406 for any other type, and 415 for a body in a content coding.
+    """
     sent: Form = "json"
     accepted: list[bytes] = []
     for name, value in headers:
@@ -42,7 +45,26 @@ def forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
             sent = _sent(value)
         elif name == b"accept":
             accepted.append(value)
+        elif name == b"content-encoding":
+            _check_coding(value)
     return Forms(sent, _wanted(b",".join(accepted)) if accepted else "json")
+
+
+def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raise Problem 415 for a body in a content coding, such as gzip; header names in lower case."""
+    for name, value in headers:
+        if name == b"content-encoding":
+            _check_coding(value)
+
+
+def _check_coding(value: bytes) -> None:
+    coding = value.strip().lower()
+    if coding not in (b"", b"identity"):
+        name = coding.decode("ascii", "replace")
+        raise Problem(
+            415, "unsupported_content_encoding", f"the body is in the coding {name!r}: send it without one",
+            field="content-encoding", supported=["identity"],
+        )  # fmt: skip
 
 
 def _sent(value: bytes) -> Form:
