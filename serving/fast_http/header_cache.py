@@ -7,13 +7,14 @@ import httptools
 
 from serving.access.callers import Caller, Callers
 from serving.http.asgi_app import Fast, Front
+from serving.http.http1_protocol import Violation, body_length
 
 Headers = list[tuple[bytes, bytes]]
 
 BLOCK_BYTES_MAX = 8_192
 _BLOCKS_MAX = 256
 _LENGTH = b"content-length"
-_UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
+_UNUSUAL = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"})
 _LENGTH_LINE = re.compile(rb"\r\ncontent-length: (\d{1,9})\r\n", re.IGNORECASE)
 
 
@@ -112,12 +113,13 @@ def plain(block: bytes) -> Headers | None:
     """The headers of `block` (all behind the first line, line break included), names in lower case.
 
     None unless this is all of one request whose body, if it has one, is of a told length, and that leaves its
-    connection open. A length of 0 stands for any.
+    connection open, and that breaks no rule. A length of 0 stands for any.
     """
     told = _Told()
     try:
         told.parser.feed_data(b"POST / HTTP/1.1" + block)
-    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        body_length(b"1.1", told.found)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade, Violation):
         return None
     if told.messages != 1 or not block.endswith(b"\r\n\r\n") or not told.keeps_alive:
         return None

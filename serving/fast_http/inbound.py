@@ -3,13 +3,22 @@
 from typing import Literal, NamedTuple
 
 from cache.config.peers import Bounds
+from serving.http.http1_protocol import Violation
 
 PIECE = 16 << 10
 """Bytes that are parsed at once: what a parser keeps to itself, and what it tells at once, is bounded by that."""
 BEHIND = 64 << 10
 """Bytes of requests that may wait behind one that is not answered."""
 
-_GET, _HEAD_END, _NEXT_GET = b"GET ", b"\r\n\r\n", b"\r\n\r\nGET "
+_HEAD_END = b"\r\n\r\n"
+_REFUSALS = {
+    408: ("head", "the request's head did not arrive in time"),
+    413: ("behind", "too much is sent behind a request that is not answered yet"),
+    429: ("pipeline", "too many requests of one connection are not answered yet"),
+    431: ("large_head", "the request's head is too large"),
+    503: ("full", "too many connections"),
+}
+"""Status -> what the end is counted as, and what the peer is told."""
 
 Kind = Literal["silent", "head", "body", "write", "close"]
 
@@ -21,24 +30,26 @@ class Stage(NamedTuple):
     mark: tuple[int, ...] = ()
 
 
-class Excess(Exception):
-    """Error beyond a bound, raised where a parser tells something; its argument is the status that the peer is told."""
+class Excess(Violation):
+    """A bound that a connection has passed, by the status that its peer gets; `kind` is what its end is counted as."""
+
+    def __init__(self, status: int) -> None:
+        self.kind, message = _REFUSALS[status]
+        super().__init__(status, message)
 
 
 class Inbound:
-    """Counters of one connection. Beyond a bound they raise Excess and keep its status: parsers hide what is raised."""
+    """Counters of one connection; beyond a bound they raise Excess."""
 
     __slots__ = (
         "_behind", "_bounds", "_fields", "_head", "_quiet", "_since", "_stage",
-        "begun", "is_head", "is_refused", "is_whole", "status",
+        "begun", "is_head", "is_whole",
     )  # fmt: skip
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self.begun = 0
         self.is_head, self.is_whole = False, True
-        self.is_refused = False
-        self.status = 0
         self._head = self._fields = self._quiet = self._behind = 0
         self._stage: Stage | None = None
         self._since = 0.0
@@ -49,36 +60,31 @@ class Inbound:
         self.is_head, self.is_whole = True, False
         self._head = self._fields = self._quiet = 0
         if waiting >= self._bounds.pipeline_max:
-            self._exceed(429)
+            raise Excess(429)
 
     def excess(self, data: bytes) -> int:
-        """Status for new data seen to exceed a bound before any of it is parsed; 0 for what the parser may have.
+        """Status (431) if `data` begins or goes on with a head of more lines than `head_fields`; 0 otherwise.
 
-        One GET after another, more than `pipeline_max` (429); a head of more lines than `head_fields` (431). Told field
-        by field, the latter costs four times as much as the connection that brings it.
+        Told field by field, they would cost four times as much as the connection that brings them.
         """
-        bounds = self._bounds
-        if self.is_whole and data.startswith(_GET):
-            if data.count(_NEXT_GET, 0, PIECE) >= bounds.pipeline_max:
-                return 429
-        elif not self.is_whole and (not self.is_head or data.startswith((b"\r", b"\n"))):
+        if not self.is_whole and (not self.is_head or data.startswith((b"\r", b"\n"))):
             return 0  # a body, or a head whose end may have begun before
         end = data.find(_HEAD_END, 0, PIECE)
         lines = data.count(b"\n", 0, PIECE if end < 0 else end)
-        return 431 if lines > 1 + bounds.head_fields else 0
+        return 431 if lines > 1 + self._bounds.head_fields else 0
 
     def url(self, size: int) -> None:
         """Adds `size` bytes of the request target; raises Excess (431) beyond `head_bytes`."""
         self._head += size
         if self._head > self._bounds.head_bytes:
-            self._exceed(431)
+            raise Excess(431)
 
     def field(self, size: int) -> None:
         """Adds a header field or trailer of `size` bytes; raises Excess (431) beyond `head_fields` or `head_bytes`."""
         self._fields += 1
         self._head += size
         if self._fields > self._bounds.head_fields or self._head > self._bounds.head_bytes:
-            self._exceed(431)
+            raise Excess(431)
 
     def body(self, size: int, *, is_behind: bool) -> None:
         """Adds bytes of a body; of those behind another, which nobody reads as yet, over BEHIND raise Excess (413)."""
@@ -86,7 +92,7 @@ class Inbound:
         if is_behind:
             self._behind += size
             if self._behind > BEHIND:
-                self._exceed(413)
+                raise Excess(413)
 
     def answered(self) -> None:
         """Resets the bytes behind: a request before them has its answer."""
@@ -116,7 +122,3 @@ class Inbound:
         if kind == "body":
             return bounds.body_timeout_s
         return bounds.head_timeout_s if kind in ("silent", "head") else bounds.write_timeout_s
-
-    def _exceed(self, status: int) -> None:
-        self.status = status
-        raise Excess(status)

@@ -14,18 +14,12 @@ from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from serving.fast_http.connections import Connections
-from serving.fast_http.inbound import PIECE, Inbound, Stage
-from serving.http.http1_protocol import Http1Protocol
+from serving.fast_http.inbound import PIECE, Excess, Inbound, Stage
+from serving.http.http1_protocol import Http1Protocol, Violation
 
 _AT_ONCE = struct.pack("ii", 1, 0)
-_REFUSALS = {
-    408: ("head", b"the request's head did not arrive in time"),
-    413: ("behind", b"too much is sent behind a request that is not answered yet"),
-    429: ("pipeline", b"too many requests of one connection are not answered yet"),
-    431: ("large_head", b"the request's head is too large"),
-    503: ("full", b"too many connections"),
-}
-"""Status -> what the end is counted as, and what the peer is told."""
+_ENDING_MAX = 128
+"""Connections beyond `connections_max` that may read why they are refused; the others are closed at once."""
 
 
 class Connection(Http1Protocol):
@@ -51,8 +45,11 @@ class Connection(Http1Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Opens the connection as uvicorn does; one too many is refused with 503."""
         super().connection_made(transport)
-        if not self._connections.admit(self, len(self.connections)):
-            self._refuse(503)
+        count = len(self.connections)
+        if not self._connections.admit(self, count):
+            self.refuse(Excess(503))
+            if count > self._connections.bounds.connections_max + _ENDING_MAX:
+                self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection as uvicorn does, and with it its requests that were never begun."""
@@ -66,27 +63,19 @@ class Connection(Http1Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses by the piece, so that what is too much is seen before all of it is taken apart."""
-        if not self._inbound.is_refused and (status := self._inbound.excess(data)):
-            self._refuse(status)
+        if not self.is_deaf and (status := self._inbound.excess(data)):
+            self.refuse(Excess(status))
         for at in range(0, len(data), PIECE):
-            if self._inbound.is_refused or self.transport.is_closing():
-                return
             piece = data if len(data) <= PIECE else data[at : at + PIECE]
             super().data_received(piece)
-            if not self._inbound.fed(len(piece)) and not self._inbound.is_refused:
-                self._refuse(431)
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuses what a parser's callback raised for: with the status of the exceeded bound, else as uvicorn does."""
-        if self._inbound.status:
-            self._refuse(self._inbound.status)
-        else:
-            super().send_400_response(msg)
+            if not self.is_deaf and not self._inbound.fed(len(piece)):
+                self.refuse(Excess(431))
 
     def on_message_begin(self) -> None:
         """Counts a new request, bounded by the pipeline's length, then begins it as uvicorn does."""
         self._open += 2
-        self._inbound.begin(len(self.pipeline) + self._is_unanswered())
+        is_awaited = self.cycle is not None and not self.cycle.response_complete
+        self._inbound.begin(len(self.pipeline) + is_awaited)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -119,18 +108,16 @@ class Connection(Http1Protocol):
 
     def on_message_complete(self) -> None:
         """Notes that the request is read as a whole, then goes on as uvicorn does."""
-        if self.parser.should_upgrade():
-            return  # the parser stopped at the head; the body is read next
+        if self.has_body:
+            return  # the parser is done with the head of a request that asks for an upgrade
         self._open -= 1
         self._inbound.is_whole = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Counts an answer; after it closes a connection that takes no more, then goes on as uvicorn does."""
+        """Counts an answer, then goes on as uvicorn does."""
         self._open -= 1
         self._inbound.answered()
-        if self._inbound.is_refused:
-            self.transport.close()
         super().on_response_complete()
         if self._inbound.is_whole and not self._open:
             # An idle connection keeps nothing of its last request: it was half of what the garbage collector saw of it.
@@ -157,7 +144,7 @@ class Connection(Http1Protocol):
         if kind is None:
             return
         if kind == "head":
-            self._refuse(408)
+            self.refuse(Excess(408))
             return
         self._connections.ended[kind] += 1
         if kind in ("write", "close"):
@@ -178,32 +165,24 @@ class Connection(Http1Protocol):
         if is_closing or self._is_full:
             left = self.transport.get_write_buffer_size()
             return Stage("close" if is_closing else "write", (left >> 16,))
-        if self._is_waited_for:
+        if self._is_waited_for or self.is_discarding:
             return None
         if not self._open:
             return Stage("silent") if self.timeout_keep_alive_task is None else None
-        if self._is_unanswered() or self._inbound.is_whole:
+        if self.is_awaited or self._inbound.is_whole:
             return None
         return Stage("head" if self._inbound.is_head else "body", (self._inbound.begun,))
 
-    def _is_unanswered(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+    @property
+    def is_awaited(self) -> bool:
+        """Return True if a request is not answered yet."""
+        return self._is_waited_for or super().is_awaited
 
-    def _refuse(self, status: int) -> None:
-        """Refuses more. What is under way is answered first, else the peer is told why; then the connection ends."""
-        inbound, cycle = self._inbound, self.cycle
-        inbound.is_refused = True
-        self._connections.ended[_REFUSALS[status][0]] += 1
-        if self.pipeline or ((inbound.is_head or inbound.is_whole) and self._is_unanswered()):
-            return
-        is_begun = not inbound.is_head and not inbound.is_whole and cycle.response_started
-        if cycle is not None:
-            cycle.disconnected = True
-            cycle.message_event.set()
-        if is_begun:
-            self.transport.close()
-        else:
-            self._respond(*_refusal(status))
+    def refuse(self, violation: Violation) -> None:
+        """Count the end of a connection that passes a bound, then refuse its next request."""
+        if isinstance(violation, Excess) and not (self.is_deaf or self.transport.is_closing()):
+            self._connections.ended[violation.kind] += 1
+        super().refuse(violation)
 
     def timeout_keep_alive_handler(self) -> None:
         """Closes an idle connection. Answers from here do not restart the clock: that would cost as much as they do."""
@@ -228,7 +207,7 @@ class Connection(Http1Protocol):
         self.transport.write(b"".join((STATUS_LINE[start["status"]], *lines, b"\r\n", body)))
         self._done()
         if closes or self._is_ending:
-            self.transport.close()
+            self.close_in_stages()
 
     def _done(self) -> None:
         self.server_state.total_requests += 1
@@ -242,12 +221,3 @@ class Connection(Http1Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
-
-
-def _refusal(status: int) -> tuple[Message, bytes]:
-    body = _REFUSALS[status][1]
-    headers = [
-        (b"content-type", b"text/plain; charset=utf-8"),
-        (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
-    ]  # fmt: skip
-    return {"status": status, "headers": headers}, body

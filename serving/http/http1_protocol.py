@@ -1,91 +1,453 @@
-"""Uvicorn's HTTP/1.1 protocol, made safe for requests that ask to leave HTTP. Both transports are built on it.
+"""Uvicorn's HTTP/1.1 protocol, held to the rules of RFC 9110 and RFC 9112. Both transports are built on it.
 
-httptools tells its parser to skip the body of every request with `Upgrade` (or CONNECT). Uvicorn then keeps the
-connection, so bytes that Content-Length calls a body would run as the next request. Here an upgrade is ignored, as
-RFC 9110, section 7.8, allows: the body is read by its length (RFC 9112, section 6.3), and so is what follows it.
-CONNECT is refused with 400.
+httptools parses heads alone: what it is given ends where a head ends. Bodies are read here, by the length that their
+head says. So nothing in a body can run as a request, whatever the head asks for (httptools skips the body of a request
+with `Upgrade`), no trailer changes what the parser thinks of the connection, and all that stands in front of a request
+line is seen.
 """
 
-from typing import Any
+import contextlib
+import re
+from asyncio import TimerHandle
+from collections.abc import Sequence
+from typing import Any, Literal
+from weakref import WeakSet
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-_FRAMING = (b"content-length", b"transfer-encoding")
+Headers = Sequence[tuple[bytes, bytes]]
+
+CHUNKED = -1
+"""Length of a body whose chunks say where it ends."""
+
+_REQUEST_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) [^\x00-\x20\x7f]+ HTTP/(\d\.\d)\r\n")
+_VERSIONS = (b"1.1", b"1.0")
+_JUDGED = frozenset({b"host", b"content-length", b"transfer-encoding"})
+_HOST = re.compile(
+    # RFC 3986 allows a comma in a name. Here it would be two Host fields that somebody joined.
+    rb"(?:\[[0-9A-Fa-f:.]{2,}\]|(?:[0-9A-Za-z\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?"
+)
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]+)(?:;[\t\x20-\x7e\x80-\xff]*)?\r\n")
+_TINY_SIZES = {b"%x\r\n" % size: size for size in range(1, 16)}
+_TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n")
+_LINE_BYTES_MAX = 8 << 10
+_TRAILERS_BYTES_MAX = 64 << 10
+_SIZE_DIGITS_MAX = 15
+
+_HEAD_END = b"\r\n\r\n"
+_EMPTY_LINES = re.compile(rb"(?:\r\n)*")
+DISCARD_S = 5.0
+"""Seconds for which a connection that ends is read, so that its peer gets to read the last answer."""
+DISCARD_BYTES_MAX = 12 << 20
+HALF_CLOSED_MAX = 4
+"""Peers that are answered at once although they have closed their side. Nearly all that close it have gone, and gone
+peers must not have the service work for them."""
+
+_half_closed: WeakSet["Http1Protocol"] = WeakSet()
+
+
+class Violation(Exception):
+    """A request that breaks a rule, with the status and the sentence that its sender gets."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(status, message)
+        self.status, self.message = status, message
+
+
+def request_version(line: bytes) -> bytes:
+    """Version of HTTP, `1.0` or `1.1`, that a request line, with its line break, asks in; raises Violation."""
+    match = _REQUEST_LINE.fullmatch(line)
+    if match is None:
+        raise Violation(
+            400, "the request line is not METHOD, TARGET and HTTP/1.1 with one space between them"
+        )
+    method, version = match.groups()
+    if version not in _VERSIONS:
+        raise Violation(505, "only HTTP/1.0 and HTTP/1.1 are served")
+    if method == b"CONNECT":
+        raise Violation(501, "CONNECT is not served: this is no proxy")
+    return version
+
+
+def body_length(version: bytes, headers: Headers) -> int:
+    """Bytes of the body that follows a head, CHUNKED if they come in chunks; header names in lower case.
+
+    Raises Violation for fields that no request of this version may have.
+    """
+    length, hosts = 0, 0
+    codings = b""
+    for name, value in headers:
+        if name not in _JUDGED:
+            continue
+        if name == b"host":
+            hosts += 1
+            if not _HOST.fullmatch(value.strip(b" \t")):
+                raise Violation(400, "the Host field is not a host with or without a port")
+        elif name == b"content-length":
+            length = int(value)
+        else:
+            codings += b"," + value
+    if hosts != 1 and (hosts or version != b"1.0"):
+        raise Violation(400, f"a request has exactly one Host field, not {hosts}")
+    if not codings:
+        return length
+    if version == b"1.0":
+        raise Violation(400, "HTTP/1.0 has no Transfer-Encoding: send Content-Length")
+    names = [
+        name for name in (coding.strip(b" \t").lower() for coding in codings.split(b",")) if name
+    ]
+    if not names or names[-1] != b"chunked":
+        raise Violation(
+            400, "the length of the body is unknown: its last Transfer-Encoding is not chunked"
+        )
+    if len(names) > 1:
+        raise Violation(501, "no Transfer-Encoding but chunked is served")
+    return CHUNKED
+
+
+class ChunkedBody:
+    """Decoder of one chunked body. Trailers are read, and dropped: they say nothing about the request."""
+
+    __slots__ = ("_expects", "_left", "_line", "_trailers_bytes", "is_complete")
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._expects: Literal["size", "end of chunk", "trailer"] = "size"
+        self._left = self._trailers_bytes = 0
+        self._line = b""
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        """Return the part of the body that is in `data`, and how many bytes of `data` are the message's.
+
+        Raises Violation for bytes that are no chunk.
+        """
+        pieces: list[bytes] = []
+        at, size = 0, len(data)
+        while at < size and not self.is_complete:
+            if self._left:
+                pieces.append(data[at : at + self._left])
+                at += len(pieces[-1])
+                self._left -= len(pieces[-1])
+                continue
+            if self._expects == "size" and not self._line:
+                at = _take_tiny_chunks(data, at, pieces)
+            end = data.find(b"\n", at) + 1
+            self._line += data[at : end or size]
+            at = end or size
+            if len(self._line) > _LINE_BYTES_MAX:
+                raise Violation(400, "a line between the chunks of the body is too long")
+            if end:
+                line, self._line = self._line, b""
+                self._take_line(line)
+        return b"".join(pieces), at
+
+    def _take_line(self, line: bytes) -> None:
+        if self._expects == "size":
+            match = _CHUNK_SIZE.fullmatch(line)
+            if match is None or len(digits := match[1].lstrip(b"0")) > _SIZE_DIGITS_MAX:
+                raise Violation(400, "the size of a chunk is not a hexadecimal number")
+            self._left = int(digits or b"0", 16)
+            self._expects = "end of chunk" if self._left else "trailer"
+        elif self._expects == "end of chunk":
+            if line != b"\r\n":
+                raise Violation(400, "a chunk is longer than its size")
+            self._expects = "size"
+        elif line == b"\r\n":
+            self.is_complete = True
+        else:
+            self._trailers_bytes += len(line)
+            if not _TRAILER.fullmatch(line):
+                raise Violation(400, "a trailer of the body is not NAME: VALUE")
+            if self._trailers_bytes > _TRAILERS_BYTES_MAX:
+                raise Violation(431, "the trailers of the body are too large")
+
+
+def _take_tiny_chunks(data: bytes, at: int, pieces: list[bytes]) -> int:
+    """Append the chunks from `at` on that have at most 15 bytes; return where the first other one begins.
+
+    A quarter of the work that lines take: a body may come byte by byte.
+    """
+    while (size := _TINY_SIZES.get(data[at : at + 3])) is not None:
+        end = at + 3 + size
+        if data[end : end + 2] != b"\r\n":
+            break
+        pieces.append(data[at + 3 : end])
+        at = end + 2
+    return at
+
+
+class _CycleTransport:
+    """Transport as uvicorn's cycle sees it: its `close` ends the connection in stages."""
+
+    __slots__ = ("_protocol",)
+
+    def __init__(self, protocol: "Http1Protocol") -> None:
+        self._protocol = protocol
+
+    def write(self, data: bytes) -> None:
+        """Write to the peer, unless the own side is closed."""
+        protocol = self._protocol
+        if not (protocol.is_discarding or protocol.transport.is_closing()):
+            protocol.transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Return True once nothing can be written any more."""
+        return self._protocol.is_discarding or self._protocol.transport.is_closing()
+
+    def close(self) -> None:
+        """End the connection once its peer can have read what was written."""
+        self._protocol.close_in_stages()
 
 
 class Http1Protocol(HttpToolsProtocol):
-    """A uvicorn connection that answers a request with `Upgrade` as if the field were not there."""
+    """A uvicorn connection that refuses ambiguous requests, answers in order, and ends so that its peer can read why.
+
+    Subclasses may raise Violation in the parser's callbacks.
+    """
+
+    __slots__ = (
+        "_body_left", "_chunks", "_discarded_bytes", "_discarding", "_is_head_fed", "_is_line_read", "_line",
+        "_peer_closed", "_refusal", "_tail", "_version", "has_body", "is_deaf", "is_discarding",
+    )  # fmt: skip
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.is_deaf = False
+        """No more requests are read."""
+        self.is_discarding = False
+        """The own side is closed, and what arrives is dropped."""
+        self.has_body = False
+        """A body is being read."""
+        self._line: bytearray | None = None  # of the next request, until it is whole
+        self._version = b""
+        self._is_line_read = self._is_head_fed = False
+        self._tail = b""  # end of the part of a head that the parser has
+        self._body_left = 0
+        self._chunks: ChunkedBody | None = None
+        self._refusal: Violation | None = None
+        self._peer_closed = False
+        self._discarded_bytes = 0
+        self._discarding: TimerHandle | None = None
+        super().__init__(*arguments, **named)
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data` as uvicorn does; an upgrade ends neither the message nor the connection."""
+        """Read requests; drop what stands behind the last one of the connection."""
         self._unset_keepalive_if_required()
         try:
-            while data:
-                data = self._parse(data)
-        except httptools.HttpParserError:
-            message = "Invalid HTTP request received."
-            self.logger.warning(message)
-            self.send_400_response(message)
+            while data and not self.is_deaf and not self.transport.is_closing():
+                data = self._take_body(data) if self.has_body else self._take_head(data)
+        except Violation as violation:
+            self.refuse(violation)
+        except httptools.HttpParserError as error:
+            why = error.__context__  # the parser hides what its callbacks raise
+            if not isinstance(why, Violation):
+                self.logger.debug("a request cannot be parsed: %s", error)
+                why = Violation(400, "the request is not HTTP/1.1")
+            self.refuse(why)
+        if data and self.is_deaf:
+            self._discard(len(data))
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Go on with requests that the peer waits for although it has closed its side; for a few peers at once."""
+        if self.is_discarding or self.transport.is_closing():
+            return False
+        self._peer_closed = True
+        if self._is_within_request:
+            self.refuse(Violation(400, "the request ended early"))
+        if not self.is_awaited or len(_half_closed) >= HALF_CLOSED_MAX:
+            return False
+        _half_closed.add(self)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        _half_closed.discard(self)
+        if self._discarding is not None:
+            self._discarding.cancel()
+        super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
-        """Refuse CONNECT, start the application for all else."""
-        if self.parser.get_method() == b"CONNECT":
-            raise httptools.HttpParserError("CONNECT is not served")
+        """Check the fields of the request, then start the application."""
+        if not self._is_head_fed:
+            raise Violation(400, "the head of the request ends within a line")
+        length = body_length(self._version, self.headers)
+        if self._version == b"1.0":
+            self.expect_100_continue = False
         super().on_headers_complete()
+        self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]  # all that a cycle calls
+        if length:
+            self.has_body = True
+            self._body_left = length
+            self._chunks = ChunkedBody() if length == CHUNKED else None
 
     def on_message_complete(self) -> None:
-        """Note that the request has been read, unless the parser stopped before the body of an ignored upgrade."""
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
-
-    def _parse(self, data: bytes) -> bytes:
-        """Feed the parser; return what it left behind the head of a request that asks for an upgrade."""
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as stop:
-            self._read_body_by_its_length()
-            return data[stop.args[0] :]
-        return b""
-
-    def _read_body_by_its_length(self) -> None:
-        """Replace the parser by one that has read a head with the same framing and no upgrade."""
-        lines = [b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING]
+        """Note that the request has been read, and whether another may follow."""
+        if self.has_body:
+            return  # the parser is done with the head of a request that asks for an upgrade
+        self._is_line_read = self._is_head_fed = False
         if not self.cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        version = self.parser.get_http_version().encode()
-        callbacks = _MutedCallbacks(self)
-        self.parser = httptools.HttpRequestParser(callbacks)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self.parser.feed_data(b"POST / HTTP/%b\r\n%b\r\n" % (version, b"".join(lines)))
-        callbacks.is_muted = False
+            self.is_deaf = True
+        super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        """Start the next request; behind the last answer tell why no more are read."""
+        if self.is_discarding:
+            self.server_state.total_requests += 1
+            return
+        is_newest = not self.pipeline
+        super().on_response_complete()
+        if is_newest and not self.transport.is_closing():
+            if self._refusal is not None:
+                self._send_refusal(self._refusal)
+            else:
+                self.end_if_peer_has()
 
-class _MutedCallbacks:
-    """Parser callbacks of a protocol, of which those of a head are passed on only once `is_muted` is False."""
+    def shutdown(self) -> None:
+        """Stop as uvicorn does; a connection that ends anyway ends at once."""
+        if self.is_discarding:
+            self.transport.close()
+        else:
+            super().shutdown()
 
-    def __init__(self, protocol: Http1Protocol) -> None:
-        self.is_muted = True
-        self._protocol: Any = protocol
-        self.on_body = protocol.on_body
-        self.on_message_complete = protocol.on_message_complete
+    @property
+    def is_awaited(self) -> bool:
+        """Return True if a request is not answered yet."""
+        return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
 
-    def on_message_begin(self) -> None:
-        """Pass on that a request begins."""
-        if not self.is_muted:
-            self._protocol.on_message_begin()
+    def refuse(self, violation: Violation) -> None:
+        """Read no more requests, answer those that came before, tell the peer why, and end the connection."""
+        if self._refusal is not None or self.is_discarding or self.transport.is_closing():
+            return
+        self._refusal, self.is_deaf = (
+            violation.with_traceback(None),
+            True,
+        )  # its frames know this connection
+        if self.has_body and not self.pipeline:
+            cycle = self.cycle
+            is_answered, is_begun = cycle.response_complete, cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if is_answered:
+                self.close_in_stages()
+            elif is_begun:
+                self.transport.close()
+            else:
+                self._send_refusal(violation)
+            return
+        if self.has_body:
+            self.pipeline.popleft()  # the refused request itself: it has not begun, and one before it has
+        elif not self.is_awaited:
+            self._send_refusal(violation)
+            return
+        if not self._peer_closed:
+            self.flow.pause_reading()
 
-    def on_url(self, url: bytes) -> None:
-        """Pass on a piece of the request target."""
-        if not self.is_muted:
-            self._protocol.on_url(url)
+    def close_in_stages(self) -> None:
+        """End the connection so that its peer can read the last answer although it still sends.
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Pass on a header field or trailer."""
-        if not self.is_muted:
-            self._protocol.on_header(name, value)
+        A connection that is closed while bytes arrive is reset, and takes unread answers with it. So the own side is
+        closed first, and what arrives is dropped for a while (RFC 9112, section 9.6).
+        """
+        if self.is_discarding or self.transport.is_closing():
+            return
+        is_sent_more = self._is_within_request or self._refusal is not None or self._discarded_bytes
+        if self._peer_closed or not is_sent_more:
+            self.transport.close()
+            return
+        self._unset_keepalive_if_required()
+        self.is_deaf = self.is_discarding = True
+        self._discarding = self.loop.call_later(DISCARD_S, self.transport.close)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():  # TLS has no half of a connection
+            self.transport.write_eof()
 
-    def on_headers_complete(self) -> None:
-        """Pass on that the head of a request is complete."""
-        if not self.is_muted:
-            self._protocol.on_headers_complete()
+    def end_if_peer_has(self) -> None:
+        """End the connection if all is answered that the peer asked before it closed its side."""
+        if self._peer_closed and not self.is_awaited and not self.transport.is_closing():
+            if self._is_within_request:
+                self.refuse(Violation(400, "the request ended early"))
+            else:
+                self.transport.close()
+
+    @property
+    def _is_within_request(self) -> bool:
+        return self._line is not None or self._is_line_read
+
+    def _take_head(self, data: bytes) -> bytes:
+        """Feed the parser up to the end of the head; return what stands behind it."""
+        if not self._is_line_read and not (data := self._take_line(data)):
+            return b""
+        known = self._tail + data
+        end = known.find(_HEAD_END)
+        if end < 0:
+            size, self._tail = len(data), known[1 - len(_HEAD_END) :]
+        else:
+            size, self._tail = end + len(_HEAD_END) - len(self._tail), b""
+            self._is_head_fed = True
+        # An upgrade may be ignored (RFC 9110, section 7.8). The parser begins anew, and the body is read here.
+        with contextlib.suppress(httptools.HttpParserUpgrade):
+            self.parser.feed_data(data[:size])
+        return data[size:]
+
+    def _take_line(self, data: bytes) -> bytes:
+        """Check the request line as soon as it is whole; return the bytes without empty lines before it."""
+        if self._line is not None and self._line == bytearray(b"\r"):
+            data, self._line = b"\r" + data, None
+        if self._line is None and data[0] in b"\r\n":
+            data = data[_EMPTY_LINES.match(data).end() :]  # type: ignore[union-attr]  # it matches nothing as well
+            if data == b"\r":
+                self._line = bytearray(data)  # of an empty line, or of none
+                return b""
+            if data[:1] in (b"\r", b"\n"):
+                raise Violation(
+                    400, "only empty lines that end with CR LF may stand before a request"
+                )
+        end = data.find(b"\n") + 1
+        if end:
+            self._version = request_version(bytes(self._line or b"") + data[:end])
+            self._is_line_read, self._line = True, None
+        elif data:
+            self._line = (self._line or bytearray()) + data
+        return data
+
+    def _take_body(self, data: bytes) -> bytes:
+        """Pass on the part of the body that is in `data`; return what stands behind it."""
+        chunks = self._chunks
+        if chunks is None:
+            body = data[: self._body_left]
+            size = len(body)
+            self._body_left -= size
+            is_complete = not self._body_left
+        else:
+            body, size = chunks.feed(data)
+            is_complete = chunks.is_complete
+        if body:
+            self.on_body(body)
+        if is_complete:
+            self.has_body, self._chunks = False, None
+            self.parser = httptools.HttpRequestParser(
+                self
+            )  # the one that read the head waits for a body
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.on_message_complete()
+        return data[size:]
+
+    def _discard(self, size: int) -> None:
+        self._discarded_bytes += size
+        if not self.is_discarding:
+            self.flow.pause_reading()  # until the requests that were read are answered
+        elif self._discarded_bytes > DISCARD_BYTES_MAX:
+            self.transport.close()
+
+    def _send_refusal(self, violation: Violation) -> None:
+        headers = [
+            field for field in self.server_state.default_headers if field[0] != b"connection"
+        ]
+        body = violation.message.encode()
+        headers += [
+            (b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]  # fmt: skip
+        lines = [b"%b: %b\r\n" % field for field in headers]
+        self.transport.write(b"".join((STATUS_LINE[violation.status], *lines, b"\r\n", body)))
+        self.close_in_stages()

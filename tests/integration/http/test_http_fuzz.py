@@ -169,7 +169,7 @@ def court(night: NightConfig) -> Iterator[Court]:
         found.servers = [runner.run(listen(each)) for each in (found.ours, found.judges)]
         for user in found.users * 3:
             target = f"/v1/lookup/user_topk/{quote(user, safe='')}".encode()
-            found.both([b"GET " + target + b" HTTP/1.1\r\nConnection: close\r\n\r\n"])
+            found.both([b"GET " + target + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"])
         yield found
         for each in found.servers:
             each.close()

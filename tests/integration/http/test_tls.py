@@ -201,7 +201,7 @@ def test_who_never_shakes_hands_is_ended(
     with started(settings(night, place), tmp_path / "log") as (_, url):
         parts = urlsplit(url)
         peers = [socket.create_connection((parts.hostname, parts.port), timeout=20) for _ in range(20)]  # fmt: skip
-        peers[0].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        peers[0].sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
         for each in peers:
             while each.recv(100):
                 pass

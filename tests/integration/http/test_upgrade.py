@@ -197,7 +197,7 @@ def test_connect_is_refused_and_nothing_behind_it_is_run(
 
     (answer,) = responses(url, pieces, count=1)
 
-    assert answer.status == 400
+    assert answer.status == 501
     assert answer.is_last
 
 

@@ -1,0 +1,111 @@
+"""One connection to a running service, byte by byte: for requests that no HTTP client would send."""
+
+import socket
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+TIMEOUT_S = 8.0
+
+
+@dataclass(frozen=True)
+class RawResponse:
+    """One response as it came: final or interim."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def closes(self) -> bool:
+        """Whether it says that the connection ends."""
+        return "close" in self.headers.get("connection", "").lower()
+
+
+class RawConnection:
+    """A connection to the service at `url`; `reset` is True once the service cut it off."""
+
+    def __init__(self, url: str) -> None:
+        where = urlsplit(url)
+        assert where.hostname is not None
+        assert where.port is not None
+        self._socket = socket.create_connection((where.hostname, where.port), TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._read = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _at: TracebackType | None,
+    ) -> None:
+        self._socket.close()
+
+    def send(self, data: bytes) -> None:
+        """Send all of `data`; raises OSError if the service reset the connection."""
+        self._socket.sendall(data)
+
+    def close_own_side(self) -> None:
+        """Send no more, and go on reading."""
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def response(self, *, is_head: bool = False) -> RawResponse | None:
+        """The next response; None if the service closed the connection before it. Raises OSError after a reset."""
+        head = self._until(b"\r\n\r\n")
+        if head is None:
+            return None
+        status, *lines = head.decode("latin-1").split("\r\n")
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines if line)
+        }
+        size = int(headers.get("content-length", "0"))
+        has_body = not is_head and int(status.split()[1]) >= 200
+        assert "transfer-encoding" not in headers
+        body = self._exactly(size) if has_body else b""
+        return RawResponse(int(status.split()[1]), headers, body)
+
+    def responses(self) -> list[RawResponse]:
+        """All responses until the service closes the connection."""
+        responses = []
+        while (response := self.response()) is not None:
+            responses.append(response)
+        return responses
+
+    def rest(self) -> bytes:
+        """All bytes until the service closes the connection."""
+        while piece := self._socket.recv(1 << 16):
+            self._read += piece
+        rest, self._read = self._read, b""
+        return rest
+
+    def _until(self, end: bytes) -> bytes | None:
+        while end not in self._read:
+            piece = self._socket.recv(1 << 16)
+            if not piece:
+                assert not self._read, self._read
+                return None
+            self._read += piece
+        found, _, self._read = self._read.partition(end)
+        return found
+
+    def _exactly(self, size: int) -> bytes:
+        while len(self._read) < size:
+            piece = self._socket.recv(1 << 16)
+            assert piece, "the connection ended within a body"
+            self._read += piece
+        found, self._read = self._read[:size], self._read[size:]
+        return found
+
+
+def exchange(url: str, data: bytes, *, is_half_closed: bool = False) -> list[RawResponse]:
+    """All responses to `data` on a connection of its own, until the service closes it."""
+    with RawConnection(url) as connection:
+        connection.send(data)
+        if is_half_closed:
+            connection.close_own_side()
+        return connection.responses()

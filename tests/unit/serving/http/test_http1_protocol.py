@@ -1,0 +1,205 @@
+"""How a connection ends: in the order of its answers, in stages, and for peers that have closed their side."""
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from serving.http import http1_protocol
+from tests.unit.serving.fast_http.test_connection import Connection, Front, Transport, get, post
+
+BAD = b"BAD\r\n\r\n"
+
+
+class PatientTransport(Transport):
+    """To a peer that goes on sending after it has read the end of the connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_half_closed = False
+
+    def write(self, data: Any) -> None:
+        assert not self.is_half_closed
+        super().write(data)
+
+    def write_eof(self) -> None:
+        self.is_half_closed = True
+
+
+@pytest.fixture(params=["fast", "uvicorn"])
+def opened(request: pytest.FixtureRequest) -> Callable[[], Connection]:
+    """Opens connections of one transport."""
+
+    def open_one() -> Connection:
+        connection = Connection(Front() if request.param == "fast" else None)
+        connection.transport = connection.protocol.transport = PatientTransport()
+        return connection
+
+    return open_one
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """On a loop of its own."""
+    asyncio.run(test())
+
+
+async def turns(count: int = 24) -> None:
+    """Let requests under way end."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def transport(connection: Connection) -> PatientTransport:
+    """Its transport."""
+    assert isinstance(connection.transport, PatientTransport)
+    return connection.transport
+
+
+def statuses(connection: Connection) -> list[bytes]:
+    """Of all answers, in order."""
+    return re.findall(rb"HTTP/1\.1 (\d{3}) ", bytes(connection.transport.written))
+
+
+def test_a_refusal_ends_the_own_side_first(opened: Callable[[], Connection]) -> None:
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.data_received(BAD)
+        assert statuses(connection) == [b"400"]
+        assert transport(connection).is_half_closed
+        assert not transport(connection).is_closed
+        connection.protocol.data_received(get(b"/other") + b"x" * 100_000)
+        await turns()
+        assert statuses(connection) == [b"400"]
+        assert not transport(connection).is_closed
+        connection.protocol.eof_received()
+        connection.protocol.connection_lost(None)
+        assert transport(connection).is_closed
+
+    run(test)
+
+
+def test_a_peer_that_sends_without_end_is_cut_off(opened: Callable[[], Connection]) -> None:
+    async def test() -> None:
+        connection, sent = opened(), 0
+        connection.protocol.data_received(BAD)
+        while not transport(connection).is_closed:
+            assert sent < 20 << 20
+            connection.protocol.data_received(b"x" * 250_000)
+            sent += 250_000
+        assert sent >= 8 << 20
+
+    run(test)
+
+
+def test_a_peer_that_never_closes_is_cut_off(
+    opened: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http1_protocol, "DISCARD_S", 0.0)
+
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.data_received(BAD)
+        await turns()
+        assert transport(connection).is_closed
+
+    run(test)
+
+
+def test_a_server_that_stops_waits_for_no_peer_that_was_refused(
+    opened: Callable[[], Connection],
+) -> None:
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.data_received(BAD)
+        connection.protocol.shutdown()
+        assert transport(connection).is_closed
+
+    run(test)
+
+
+def test_an_answer_that_was_asked_to_be_the_last_closes_at_once(
+    opened: Callable[[], Connection],
+) -> None:
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.data_received(
+            get(b"/other", b"\r\nHost: a\r\nConnection: close\r\n\r\n")
+        )
+        await turns()
+        assert statuses(connection) == [b"200"]
+        assert transport(connection).is_closed
+        assert not transport(connection).is_half_closed
+
+    run(test)
+
+
+@pytest.mark.parametrize("wrong", [
+    BAD, b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/2.0\r\n\r\n",
+    b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n",
+    b"POST /other HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZ\r\n",
+])  # fmt: skip
+@pytest.mark.parametrize("is_split", [False, True])
+def test_all_that_was_asked_before_is_answered_before_a_refusal(
+    opened: Callable[[], Connection], wrong: bytes, *, is_split: bool
+) -> None:
+    async def test() -> None:
+        connection = opened()
+        asked = get(b"/other") + post(b"/other", b"hi") + get(b"/ready")
+        for piece in [asked, wrong] if is_split else [asked + wrong]:
+            connection.protocol.data_received(piece)
+        await turns(60)
+        assert statuses(connection)[:3] == [b"200"] * 3
+        assert statuses(connection)[3:] in ([b"400"], [b"505"])
+        assert transport(connection).is_half_closed
+
+    run(test)
+
+
+def test_a_few_peers_that_have_closed_their_side_are_answered_at_once(
+    opened: Callable[[], Connection],
+) -> None:
+    async def test() -> None:
+        for _ in range(3):
+            connections = [opened() for _ in range(http1_protocol.HALF_CLOSED_MAX + 3)]
+            are_kept = []
+            for connection in connections:
+                connection.protocol.data_received(get(b"/other") * 2)
+                are_kept.append(connection.protocol.eof_received())
+            assert are_kept == [True] * http1_protocol.HALF_CLOSED_MAX + [False] * 3
+            await turns()
+            for connection in connections[: http1_protocol.HALF_CLOSED_MAX]:
+                assert statuses(connection) == [b"200"] * 2
+                assert transport(connection).is_closed
+            for connection in connections:
+                connection.protocol.connection_lost(None)
+
+    run(test)
+
+
+def test_a_peer_that_asks_nothing_and_closes_its_side_is_closed(
+    opened: Callable[[], Connection],
+) -> None:
+    async def test() -> None:
+        connection = opened()
+        assert not connection.protocol.eof_received()
+        connection = opened()
+        await connection.take(get(b"/other"))
+        assert not connection.protocol.eof_received()
+
+    run(test)
+
+
+def test_a_request_that_is_cut_off_is_told_so(opened: Callable[[], Connection]) -> None:
+    async def test() -> None:
+        for part in (get(b"/other")[:-1], get(b"/other")[:5], post(b"/other", b"hello")[:-1]):
+            connection = opened()
+            connection.protocol.data_received(get(b"/other") + part)
+            assert connection.protocol.eof_received()
+            await turns()
+            assert statuses(connection) == [b"200", b"400"]
+            assert transport(connection).is_closed
+            connection.protocol.connection_lost(None)
+
+    run(test)
