@@ -24,6 +24,7 @@ from cache.config.sections import (
 from cache.config.shared import SharedConfig, check_name
 from cache.config.timetable import DagConfig
 from cache.errors import ConfigError
+from cache.format.iso_times import iso_time
 
 DEFAULT_BUNDLE: Final = ".larder/bundle"
 _DEVICE: Final = re.compile(r"auto|off|cpu|cuda(:\d{1,3})?")
@@ -219,7 +220,7 @@ class NightConfig(SharedConfig):
 def parse_time(text: str) -> datetime:
     """An ISO 8601 time as UTC; one without a zone is UTC."""
     try:
-        time = datetime.fromisoformat(text)
+        time = iso_time(text)
     except ValueError as error:
         raise ConfigError(f"{text!r} is not an ISO 8601 time, e.g. 2026-01-31T00:00:00Z") from error
-    return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    return time.astimezone(UTC)

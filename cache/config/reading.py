@@ -41,7 +41,7 @@ class ConfigFile:
         if not (found := path or environ.get("LARDER_CONFIG")):
             return cls()
         try:
-            document = tomllib.loads(Path(found).read_text())
+            document = tomllib.loads(Path(found).read_text(encoding="utf-8-sig"))
         except FileNotFoundError as error:
             raise ConfigError(
                 f"cannot read configuration file {found}: it does not exist"

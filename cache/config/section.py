@@ -145,6 +145,8 @@ def _sentence(first: ErrorDetails, name: str, kind: type[Any]) -> str:
             return f"{name} is missing; it must be {type_in_words(field.annotation)}"
         case "string_too_short":
             return f"{name} must not be empty"
+        case "too_long" | "string_too_long":
+            return f"{name} must be one character, not {value!r}: {meanings(kind)[name]}"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             return f"{name} must be {bounds_in_words(field)}, not {value:,}: {meanings(kind)[name]}"
     return f"{name} must be {type_in_words(field.annotation)}, not {value!r}"

@@ -21,6 +21,10 @@ def _texts(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _sign(value: Any) -> Any:
+    return "" if value is False else value
+
+
 @section
 class Sources:
     """Inputs of the night, in `[sources]`; paths may hold wildcards and are relative to the configuration file."""
@@ -31,6 +35,10 @@ class Sources:
     """Format of those files; `auto` goes by their names."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] = ","
     """Sign between the fields of a CSV file, such as a semicolon or a tab."""
+    quote: Annotated[str, BeforeValidator(_sign), Field(max_length=1)] = '"'
+    """Sign around values of a CSV file that hold separators or line breaks; empty, or false: no value has one."""
+    escape: Annotated[str, BeforeValidator(_sign), Field(max_length=1)] = ""
+    """Sign before a quote that is part of a value of a CSV file, such as a backslash; empty: the quote is doubled."""
     user_column: Filled = "user"
     """Column of user ids, in every file that has them."""
     item_column: Filled = "item"
@@ -55,6 +63,21 @@ class Sources:
     """Column of vectors, lists of numbers."""
     vector_metric: Literal["inner_product", "cosine"] = "inner_product"
     """Measure by which `item_vectors` are compared."""
+
+    def __post_init__(self) -> None:
+        signs = {name: getattr(self, name) for name in ("separator", "quote", "escape")}
+        for name, sign in signs.items():
+            if sign and (not sign.isascii() or sign in "\r\n"):
+                raise ConfigError(
+                    f"{name} must be one ASCII character and no line break, not {sign!r}",
+                    field=name,
+                )
+        for name, other in (("quote", "separator"), ("escape", "separator"), ("escape", "quote")):
+            if signs[name] and signs[name] == signs[other]:
+                raise ConfigError(
+                    f"{name} and {other} are both {signs[name]!r}: a sign has one meaning",
+                    field=name,
+                )
 
     @property
     def names_users(self) -> bool:

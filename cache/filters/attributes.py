@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.directory import map_file
+from cache.format.iso_times import iso_time
 from cache.format.manifest import Manifest
 from cache.format.manifest_files import AttributeKind
 
@@ -128,10 +129,9 @@ def moment_us(value: object) -> int | None:
     """Microseconds since 1970 of ISO 8601 (UTC without a zone) or Unix seconds; None for anything else."""
     if isinstance(value, str):
         try:
-            found = datetime.fromisoformat(value)
+            moment = iso_time(value)
         except ValueError:
             return None
-        moment = found if found.tzinfo else found.replace(tzinfo=UTC)
         return (moment - _EPOCH) // timedelta(microseconds=1)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from cache.config.sections import Sources
 from cache.errors import SourceError
 from cache.model.tower import Histories
+from precompute.sources import unusable
 from precompute.sources.columns import read_ids
+from precompute.sources.csv_files import BLANKS
 from precompute.sources.interactions import Numbered
 from precompute.sources.readers import Interactions, read_interactions
 from precompute.sources.vocabulary import Vocabulary, repeats_in
@@ -58,7 +60,9 @@ def ids_of(ids: Any, what: str) -> Any:
     if isinstance(ids, str | Path):
         path = Path(ids)
         try:
-            ids = path.read_text(encoding="utf-8").splitlines()
+            # Only a line break ends a line: `splitlines` knows eight more signs, which ids may hold.
+            lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+            ids = [line.strip(BLANKS) for line in lines]
         except (OSError, UnicodeDecodeError) as error:
             raise SourceError(
                 f"{what} ids {path}: {error}; it holds one id a line, in UTF-8"
@@ -79,7 +83,9 @@ def ids_of(ids: Any, what: str) -> Any:
     found, bad = read_ids(column, Path("the ids given"), what)
     if bad:
         reason, rows = next(iter(bad.items()))
-        raise SourceError(f"{what} ids: {reason}, first in row {int(rows.argmax())}")
+        raise SourceError(
+            f"{what} ids: {reason}, first in row {int(rows.argmax())}{unusable.remedy(reason)}"
+        )
     texts = found.texts()
     repeated = repeats_in(texts)
     if len(repeated):
@@ -248,6 +254,11 @@ def _from_file(path: Path, what: str) -> tuple[Any, Any]:
             return None, np.load(path, allow_pickle=False)
         if path.suffix != ".parquet":
             raise SourceError(f"{what} vectors {path}: a .npy or a .parquet file is read")
+        known = pq.read_schema(path).names
+        if len(set(known)) < len(known):
+            raise SourceError(
+                f"{what} vectors {path} has two columns of one name among {', '.join(known)}: leave one"
+            )
         table = pq.read_table(path)
     except FileNotFoundError:
         raise SourceError(f"{what} vectors: there is no file {path}") from None
@@ -275,12 +286,23 @@ def _is_list(kind: Any) -> bool:
 
 def _numbers(rows: Any, what: str) -> NDArray[np.float32]:
     if isinstance(rows, pa.Array | pa.ChunkedArray):
+        if isinstance(rows, pa.ChunkedArray):
+            rows = rows.combine_chunks()
+        if not _is_list(rows.type):
+            raise SourceError(f"{what} vectors are {rows.type}: lists of numbers are needed")
         widths = pc.list_value_length(rows).unique().to_pylist()
         if len(widths) > 1 or None in widths:
             raise SourceError(
                 f"{what} vectors have {widths} numbers: all rows need as many, and none may be missing"
             )
-        flat = pc.list_flatten(rows).to_numpy()
+        values = pc.list_flatten(rows)
+        if values.null_count:
+            row = int(np.flatnonzero(np.asarray(values.is_null()))[0]) // widths[0]
+            raise SourceError(
+                f"a number is missing in {what} vectors, first in row {row:,}: all numbers of a vector are needed",
+                row=row,
+            )
+        flat = values.to_numpy(zero_copy_only=False)
         rows = flat.reshape(len(rows), -1)
     if hasattr(rows, "detach"):  # a tensor of torch
         rows = rows.detach().cpu().numpy()

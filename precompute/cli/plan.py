@@ -67,7 +67,11 @@ def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:
         else:
             named = pa.csv.ReadOptions(column_names=["user"])
             text = pa.csv.ConvertOptions(column_types={"user": pa.string()})
-            parts = pa.csv.read_csv(path, read_options=named, convert_options=text)["user"].chunks
+            lines = pa.csv.ParseOptions(
+                quote_char=False
+            )  # else a quote could take the lines behind it
+            table = pa.csv.read_csv(path, named, lines, text)
+            parts = table["user"].chunks
     except (OSError, pa.ArrowException) as error:
         raise SourceError(f"cannot read {path}: {error}", path=str(path)) from error
     counts = pc.value_counts(pa.chunked_array(parts, pa.string())).field("counts")

@@ -26,6 +26,16 @@ _UTF_8 = (
 )
 
 _HASHED_AT_ONCE = 1 << 18
+WORDS_FOR_NOTHING = (
+    "NULL", "null", "Null", "<NULL>", "<null>", "(null)", "\\N", "NaN", "nan", "NAN", "-NaN", "-nan", "NaT", "NA",
+    "<NA>", "#NA", "N/A", "n/a", "#N/A", "None", "undefined",
+)  # fmt: skip
+"""Texts that programs write where a value is missing; `nil`, `na` and the like, which are names, too, are not here."""
+_DECIMAL_DIGITS_MAX = 76
+_FLOAT = r"^[+-]?(\d+\.0+|\d(\.\d+)?[eE][+]\d+)$"
+"""Texts that programs make of whole numbers which they took for fractions."""
+_SHARE_OF_FLOATS = 0.9
+"""Share of a column's ids that must be such texts for it to be refused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,14 +158,84 @@ def demand_columns(known: Sequence[str], wanted: Sequence[str], path: SourceFile
             )
 
 
+def demand_once(known: Sequence[str], name: str, path: SourceFile) -> None:
+    """Raises SourceError for a name that more than one column has."""
+    if (count := list(known).count(name)) > 1:
+        raise SourceError(
+            f"{path} has {count} columns {name!r}: which of them is meant? Leave one, or give the others another name",
+            column=name,
+        )
+
+
+def plain(column: Any) -> Any:
+    """A column in a type that readers know: views as texts, runs and nested dictionaries written out."""
+    kind = column.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain(column.storage)
+    if pa.types.is_run_end_encoded(kind):
+        return plain(pc.run_end_decode(column))
+    if pa.types.is_dictionary(kind):
+        values = plain(column.dictionary)
+        if values.type == kind.value_type:
+            return column
+        return pa.DictionaryArray.from_arrays(column.indices, values)
+    wanted = plain_type(kind)
+    return column if wanted == kind else column.cast(wanted)
+
+
+def plain_batch(batch: Any) -> Any:
+    """A record batch with plain columns: of others, not all can be filtered."""
+    return pa.RecordBatch.from_arrays(
+        [plain(column) for column in batch.columns], batch.schema.names
+    )
+
+
+def plain_type(kind: Any) -> Any:
+    """Type of `plain` columns of a type."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if pa.types.is_run_end_encoded(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_list(kind):
+        return pa.list_(plain_type(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(plain_type(kind.value_type))
+    return kind
+
+
+def without_codes(column: Any) -> Any:
+    """A plain column without a dictionary: each row with its value."""
+    column = plain(column)
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def _whole_texts(column: Any, path: SourceFile, name: str) -> Any:
+    """Decimals as the texts of whole numbers; raises SourceError for fractions."""
+    try:
+        return column.cast(pa.decimal256(_DECIMAL_DIGITS_MAX, 0)).cast(pa.string())
+    except pa.ArrowInvalid:
+        raise SourceError(
+            f"{path}: column {name!r} is {column.type} and holds fractions; ids are strings or whole numbers: is it "
+            "the column of ids?",
+            column=name,
+        ) from None
+
+
 def read_ids(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]:
     """The ids of a column, and which rows have none that can be used (their ids mean nothing).
 
     Raises SourceError for a column of a type that holds no ids.
     """
-    kind = column.type
-    is_coded = pa.types.is_dictionary(kind)
-    kind = kind.value_type if is_coded else kind
+    column = plain(column)
+    is_coded = pa.types.is_dictionary(column.type)
+    kind = column.type.value_type if is_coded else column.type
+    if pa.types.is_decimal(kind):
+        column, is_coded = _whole_texts(without_codes(column), path, name), False
+        kind = column.type
     if not (pa.types.is_null(kind) or pa.types.is_integer(kind) or is_text(kind)):
         raise SourceError(
             f"{path}: column {name!r} is {kind}; ids are strings or integers{_remedy(kind)}",
@@ -169,9 +249,30 @@ def read_ids(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]:
             pass
         else:
             lengths = pc.min_max(pc.binary_length(ids.names)).as_py()
-            if not len(ids) or 1 <= lengths["min"] <= lengths["max"] <= ID_BYTES_MAX:
+            if not len(ids) or (
+                1 <= lengths["min"] <= lengths["max"] <= ID_BYTES_MAX
+                and not pc.any(_says_nothing(ids.names)).as_py()
+            ):
+                _demand_no_floats(ids.names, kind, path, name)
                 return ids, {}
     return _ids_one_by_one(column, path, name)
+
+
+def _demand_no_floats(names: Any, kind: Any, path: SourceFile, name: str) -> None:
+    """Raises SourceError for texts such as 42.0, of which no request will ask for any."""
+    if not is_text(kind) or not len(names):
+        return
+    if as_rows(pc.match_substring_regex(names[:100], _FLOAT)).mean() < _SHARE_OF_FLOATS:
+        return  # a look at all of them takes as long as the rest of reading
+    is_float = as_rows(pc.match_substring_regex(names, _FLOAT))
+    if is_float.mean() >= _SHARE_OF_FLOATS:
+        example = names[int(is_float.argmax())].as_py()
+        raise SourceError(
+            f"{path}: column {name!r} holds ids such as {example!r}: a program took whole numbers for fractions, as "
+            'pandas does where one is missing: write them as whole numbers (pandas: astype("Int64") before to_csv or '
+            "to_parquet; in spreadsheets format the column as text)",
+            column=name,
+        )
 
 
 def _ids_one_by_one(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]:
@@ -189,15 +290,23 @@ def _ids_one_by_one(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]
     raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
     lengths = pc.fill_null(pc.binary_length(raw), 1)
     bad = {
-        f"{name}: {unusable.NO_ID}": as_rows(raw.is_null()),
+        f"{name}: {unusable.NO_ID}": as_rows(pc.or_(raw.is_null(), _says_nothing(raw))),
         f"{name}: {unusable.LENGTH}": as_rows(
             pc.or_(pc.less(lengths, 1), pc.greater(lengths, ID_BYTES_MAX))
         ),
         f"{name}: {unusable.NOT_UTF_8}": ~is_utf_8(raw),
     }
     usable = ~np.logical_or.reduce(list(bad.values()))
+    _demand_no_floats(
+        raw.filter(pa.array(usable)).cast(pa.string()).unique(), pa.string(), path, name
+    )
     texts = pc.if_else(pa.array(usable), raw, pa.scalar(b"-", raw.type)).cast(pa.string())
     return Ids.of(texts), {reason: rows for reason, rows in bad.items() if rows.any()}
+
+
+def _says_nothing(texts: Any) -> Any:
+    """Arrow mask of the strings, or binaries, that are words for nothing."""
+    return pc.is_in(texts, value_set=pa.array(WORDS_FOR_NOTHING).cast(texts.type))
 
 
 def is_utf_8(raw: Any) -> NDArray[np.bool_]:
@@ -213,7 +322,13 @@ def is_text(kind: Any) -> bool:
 def _remedy(kind: Any) -> str:
     if pa.types.is_floating(kind):
         return " (pandas makes floats of integers where one is missing: write the column as Int64)"
-    return " (write the column as strings)" if pa.types.is_binary(kind) else ""
+    if pa.types.is_nested(kind) and not pa.types.is_struct(kind):
+        return " (write a row for each of a list's values: in pandas explode, in SQL unnest)"
+    if pa.types.is_struct(kind):
+        return " (write the field that holds the id as a column of its own)"
+    if pa.types.is_temporal(kind) or pa.types.is_boolean(kind):
+        return " (is it the column of ids? Name another one in [sources], or write the column as strings)"
+    return " (write the column as strings)"
 
 
 def as_rows(mask: Any) -> NDArray[np.bool_]:

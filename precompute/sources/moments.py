@@ -1,5 +1,7 @@
 """Weights and times of the sources, of whatever Arrow types they come in."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,28 +12,122 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 from precompute.config.settings import Sources
 from precompute.sources import unusable
-from precompute.sources.columns import Bad, as_rows, is_text, is_utf_8
+from precompute.sources.columns import (
+    WORDS_FOR_NOTHING,
+    Bad,
+    as_rows,
+    is_text,
+    is_utf_8,
+    without_codes,
+)
 from precompute.sources.files import SourceFile
 
 MICROSECONDS = 1_000_000
 YEAR_2200_S = 7_258_118_400
 YEAR_1_S = -62_135_596_800
 
-_NOTHING = pa.array(["", "NULL", "null", "NaN", "nan", "NA", "N/A", "None", "NaT"])
+_NOTHING = pa.array(["", *WORDS_FOR_NOTHING])
 """Spellings that programs use for a missing number or time."""
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _ISO = (
     r"^\s*(?P<year>\d{4})-(?P<month>\d{2})-(?P<day>\d{2})(?:[T ](?P<hour>\d{2})(?::?(?P<minute>\d{2})"
     r"(?::?(?P<second>\d{2})(?:[.,](?P<fraction>\d{1,9}))?)?)?\s*"
-    r"(?:[Zz]|(?P<sign>[+-])(?P<zone_hour>\d{2}):?(?P<zone_minute>\d{2})?)?)?\s*$"
+    r"(?:[Zz]|UTC|GMT|(?P<sign>[+-])(?P<zone_hour>\d{2}):?(?P<zone_minute>\d{2})?)?)?\s*$"
 )
 _ISO_NUMBERS = ("year", "month", "day", "hour", "minute", "second", "zone_hour", "zone_minute")
 
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": MICROSECONDS, "ns": 1_000_000_000}
 
 
+@dataclass(frozen=True, slots=True)
+class _Digits:
+    """Numbers that are a moment's digits, such as 20231114: the divisor of a form that leaves the digits of the day."""
+
+    form: str
+    per_day: int
+    """Divisor that leaves year, month and day."""
+    clock_digits: int
+
+    def read(self, numbers: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """(int64 seconds since 1970, mask of the numbers of this form that are moments from 1900 on)."""
+        is_whole = (numbers >= 1900 * 10_000 * self.per_day) & (
+            numbers < 2200 * 10_000 * self.per_day
+        )
+        whole = np.where(is_whole, numbers, 19700101 * self.per_day).astype(np.int64)
+        day, clock = whole // self.per_day, whole % self.per_day * 10 ** (6 - self.clock_digits)
+        months = (day // 10_000 - 1970) * 12 + day // 100 % 100 - 1
+        days = months.astype("M8[M]").astype("M8[D]") + (day % 100 - 1)
+        is_date = (day // 100 % 100 >= 1) & (day // 100 % 100 <= 12) & (day % 100 >= 1)
+        is_date &= days.astype("M8[M]") == months.astype("M8[M]")
+        hour, minute, second = clock // 10_000, clock // 100 % 100, clock % 100
+        seconds = days.astype(np.int64) * 86_400 + hour * 3600 + minute * 60 + second
+        is_clock = (hour < 24) & (minute < 60) & (second < 60)
+        return seconds, is_whole & is_date & is_clock & (numbers == np.floor(numbers))
+
+
+_DIGITS = (
+    _Digits("yyyymmdd", 1, 0), _Digits("yyyymmddhhmm", 10_000, 4), _Digits("yyyymmddhhmmss", 1_000_000, 6)
+)  # fmt: skip
+_NO_SECONDS = (
+    (1_900, 2_200, "years"),
+    (7_305, 84_006, "numbers of days"),
+    (190_001, 220_012, "months"),
+)
+"""Ranges of numbers that are no seconds since 1970 if a column has hardly any other; days are those from 1990 on."""
+_SHARE_OF_DIGITS = 0.5
+"""Share of a column's first numbers that must be digits of dates for all of it to be read so."""
+
+
+_SHARE_OF_NO_SECONDS = 0.95
+"""Share of a column's first numbers that must be such numbers for the file to be refused; the rest marks `never`."""
+
+
+class Clock:
+    """Meaning of the numbers in a column of times, decided by the first that it holds and kept to its end."""
+
+    def __init__(
+        self, path: SourceFile, name: str, remark: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._path, self._name, self._remark = path, name, remark
+        self._digits: _Digits | None = None
+        self._is_decided = False
+
+    def microseconds(self, numbers: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """int64 microseconds since 1970, and which numbers are times; raises SourceError for numbers of days."""
+        if not self._is_decided:
+            self._decide(numbers)
+        if self._digits is None:
+            return _of_seconds(numbers)
+        seconds, is_read = self._digits.read(np.asarray(numbers, np.float64))
+        return np.where(is_read, seconds, 0) * MICROSECONDS, is_read
+
+    def _decide(self, numbers: NDArray[Any]) -> None:
+        given = np.asarray(numbers, np.float64)
+        given = given[np.isfinite(given) & (given != 0)]
+        if not len(given):
+            return
+        self._is_decided = True
+        for digits in _DIGITS:
+            _, is_read = digits.read(given)
+            if is_read.mean() > _SHARE_OF_DIGITS:
+                self._digits = digits
+                self._remark(
+                    f"column {self._name!r} holds dates as {digits.form}: they are read so, as UTC"
+                )
+                return
+        for least, most, unit in _NO_SECONDS:
+            if ((given >= least) & (given <= most)).mean() >= _SHARE_OF_NO_SECONDS:
+                raise SourceError(
+                    f"{self._path}: column {self._name!r} holds numbers from {given.min():,.0f} to "
+                    f"{given.max():,.0f}, which look like {unit} and not like seconds since 1970: write dates, "
+                    "such as 2023-11-14, or multiply numbers of days since 1970 by 86,400",
+                    column=self._name,
+                )
+
+
 def are_positive(weights: Any, path: SourceFile, sources: Sources) -> tuple[NDArray[np.bool_], Bad]:
     """Masks of the rows with a weight above 0 (a missing one is not), and of those whose weight says nothing."""
+    weights = without_codes(weights)
     kind, name, reason = (
         weights.type,
         sources.weight_column,
@@ -54,25 +150,30 @@ def are_positive(weights: Any, path: SourceFile, sources: Sources) -> tuple[NDAr
     return positive, {} if is_number.all() else {reason: ~is_number}
 
 
-def microseconds(times: Any, path: SourceFile, name: str) -> tuple[NDArray[np.int64], Bad]:
+def microseconds(
+    times: Any, path: SourceFile, name: str, clock: Clock | None = None
+) -> tuple[NDArray[np.int64], Bad]:
     """int64 microseconds since 1970, and which rows have no time that can be used (theirs mean nothing).
 
-    Raises SourceError for a column of a type that holds no times.
+    `clock` is that of the column's batches before. Raises SourceError for a column of a type that holds no times.
     """
+    clock = Clock(path, name) if clock is None else clock
+    times = without_codes(times)
     kind = times.type
     missing = as_rows(times.is_null())
     if pa.types.is_null(kind):
         found, readable = np.zeros(len(times), np.int64), ~missing
     elif is_text(kind):
-        found, readable, missing = times_of_texts(times)
+        found, readable, missing = times_of_texts(times, clock)
     elif pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         found, readable = _of_timestamps(times)
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        found, readable = _of_seconds(np.asarray(pc.fill_null(times, 0)))
+        times = times.cast(pa.float64()) if pa.types.is_decimal(kind) else times
+        found, readable = clock.microseconds(np.asarray(pc.fill_null(times, 0)))
     else:
         raise SourceError(
             f"{path}: column {name!r}: timestamps are {kind}; expected a time (in CSV: ISO 8601), or seconds since "
-            "1970",
+            "1970: if it holds no times, name another column in sources.timestamp_column",
             column=name,
         )
     reason = unusable.NOT_A_TIME if is_text(kind) else unusable.BEYOND
@@ -104,14 +205,15 @@ def _of_seconds(seconds: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bo
 
 
 def times_of_texts(
-    texts: Any,
+    texts: Any, clock: Clock | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """(microseconds, which rows hold a time, which hold nothing) of texts: seconds since 1970, or ISO 8601."""
+    """(microseconds, which rows hold a time, which hold nothing) of texts: numbers as in other columns, or ISO 8601."""
     texts = _readable(texts)
     missing = as_rows(pc.is_in(texts, value_set=_NOTHING))
     texts = pc.if_else(pa.array(missing), "0", texts)
     numbers, is_number = _numbers_of(texts)
-    found, readable = _of_seconds(np.asarray(pc.fill_null(numbers, 0)))
+    values = np.asarray(pc.fill_null(numbers, 0))
+    found, readable = _of_seconds(values) if clock is None else clock.microseconds(values)
     if not is_number.all():
         others = np.flatnonzero(~is_number)
         found[others], readable[others] = _of_iso(texts.take(pa.array(others)))

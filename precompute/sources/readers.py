@@ -19,17 +19,30 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError, StoreError
 from precompute.config.settings import Sources
-from precompute.sources.columns import Bad, Ids, demand_columns, is_text, read_ids
+from precompute.sources.columns import (
+    Bad,
+    Ids,
+    demand_columns,
+    demand_once,
+    is_text,
+    plain_batch,
+    plain_type,
+    read_ids,
+    without_codes,
+)
 from precompute.sources.files import SourceFile, readable, source_files
 from precompute.sources.formats import (
     BATCH_ROWS,
+    INT96_UNIT,
     INTERACTIONS,
+    SameColumns,
+    column_names,
     csv_batches,
     format_of,
     parquet_batches,
     read_lines,
 )
-from precompute.sources.moments import MICROSECONDS, are_positive, microseconds
+from precompute.sources.moments import MICROSECONDS, Clock, are_positive, microseconds
 from precompute.sources.unusable import Case, Unusable, shown
 
 BATCH_BYTES = 128 << 20
@@ -76,11 +89,19 @@ def read_interactions(
     """
     cut = None if before is None else int(before.timestamp() * MICROSECONDS)
     unusable = Unusable() if unusable is None else unusable
-    paths = (source_files(sources.interactions, base) if files is None else files)[skip:]
+    named = source_files(sources.interactions, base) if files is None else files
+    paths, alike = named[skip:], SameColumns(sources)
+    if paths and (skipped := named[:skip]):
+        with reading(skipped[0]):
+            alike.add(skipped[0], column_names(skipped[0], sources) or ())
     for path in paths:
+        remark = partial(unusable.remark, INTERACTIONS)
+        clock = Clock(path, sources.timestamp_column, remark)
         with reading(path):
             for columns in _batches(path, sources, unusable):
-                batch = _usable(columns, path, sources, unusable)
+                if len(columns):
+                    alike.add(path, columns.schema.names)
+                batch = _usable(columns, path, sources, unusable, clock)
                 if cut is not None and (newer := batch.times >= cut).any():
                     late(batch.only(newer))
                     yield batch.only(~newer)
@@ -99,7 +120,9 @@ def _batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator
     return parquet_batches(path, sources)
 
 
-def _usable(batch: Any, path: SourceFile, sources: Sources, unusable: Unusable) -> Interactions:
+def _usable(
+    batch: Any, path: SourceFile, sources: Sources, unusable: Unusable, clock: Clock
+) -> Interactions:
     """Ids and times of a batch of rows, less those that cannot be used, which are noted."""
     names = batch.schema.names
     users, items, weight = sources.user_column, sources.item_column, sources.weight_column
@@ -116,7 +139,7 @@ def _usable(batch: Any, path: SourceFile, sources: Sources, unusable: Unusable) 
             )
     times, no_time = np.zeros(len(batch), np.int64), Bad()
     if (name := sources.timestamp_column) in names:
-        times, no_time = microseconds(batch.column(name), path, name)
+        times, no_time = microseconds(batch.column(name), path, name, clock)
     user_ids, bad_users = read_ids(batch.column(users), path, users)
     item_ids, bad_items = read_ids(batch.column(items), path, items)
     found = Interactions(user_ids, item_ids, times)
@@ -152,10 +175,13 @@ def read_features(
     """
     unusable = Unusable() if unusable is None else unusable
     # Without a buffer a whole row group of a column is read at once.
-    opened = partial(pa.parquet.ParquetFile, buffer_size=READ_BYTES)
+    opened = partial(
+        pa.parquet.ParquetFile, buffer_size=READ_BYTES, coerce_int96_timestamp_unit=INT96_UNIT
+    )
     with reading(path), readable(path) as raw, opened(raw) as file:
-        demand_columns(file.schema_arrow.names, (id_column, *columns), path)
+        _demand_features(file.schema_arrow.names, (id_column, *columns), path)
         for batch in file.iter_batches(_rows_at_once(file.metadata), columns=[id_column, *columns]):
+            batch = plain_batch(batch)
             unusable.looked_at(source, len(batch))
             given = batch.column(id_column)
             ids, bad = read_ids(given, path, id_column)
@@ -163,7 +189,7 @@ def read_features(
                 case = lambda row, given=given: {"id": shown(_value(given, row)), "file": path.name}  # noqa: E731
                 kept = ~unusable.note_rows(source, bad, case)
                 ids, batch = ids.only(kept), batch.filter(pa.array(kept))
-            yield ids, {name: batch.column(name) for name in columns}
+            yield ids, {name: without_codes(batch.column(name)) for name in columns}
     unusable.demand_some(source, path.name)
 
 
@@ -175,11 +201,22 @@ def _rows_at_once(metadata: Any) -> int:
 
 
 def feature_schema(path: SourceFile, columns: Sequence[str] = ()) -> Any:
-    """Arrow schema of a Parquet feature table; a missing column is named."""
+    """Arrow schema of a Parquet feature table, of the types in which it is read; a missing column is named."""
     with reading(path), readable(path) as raw:
         found = pa.parquet.read_schema(raw)
-    demand_columns(found.names, columns, path)
-    return found
+    _demand_features(found.names, columns, path)
+    return pa.schema([field.with_type(plain_type(_value_type(field.type))) for field in found])
+
+
+def _demand_features(known: Sequence[str], columns: Sequence[str], path: SourceFile) -> None:
+    """Raises SourceError for a column that is not there, or is there twice."""
+    demand_columns(known, columns, path)
+    for name in columns:
+        demand_once(known, name, path)
+
+
+def _value_type(kind: Any) -> Any:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def row_count(path: SourceFile) -> int:

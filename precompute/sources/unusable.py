@@ -27,6 +27,8 @@ NO_VALUE = "no value"
 NOT_FINITE = "a number that is not finite"
 UNFIT = "a number that does not fit its table's precision (store it as f4)"
 COLUMNS = "more or fewer columns than the header"
+HEADER = "the header again"
+BREAK = "an id with a line break"
 AGAIN = "listed before"
 TOO_LONG = "a text longer than feature_text_bytes"
 
@@ -35,13 +37,18 @@ _SECONDS = (
     "milliseconds by 1,000 and microseconds by 1,000,000"
 )
 _REMEDIES: Final = {
-    NO_ID: "fill them in, or name another column in [sources]",
+    NO_ID: "an empty id is none, nor is a word that programs write for nothing, such as NULL, \\N, NaN or None: "
+    "fill them in, or name another column in [sources]",
+    COLUMNS: "a row has as many fields as the header: a separator at its end makes one more; a field that holds the "
+    'separator stands between quotes; if quotes do not enclose values, set [sources] quote = ""',
+    BREAK: 'is a quote not closed? If quotes do not enclose values, set [sources] quote = ""',
     NOT_UTF_8: "convert the file, e.g. with iconv -t utf-8",
     NO_TIME: "fill them in, or name another column in sources.timestamp_column",
     NOT_A_TIME: _SECONDS,
     BEYOND: _SECONDS,
     TOO_LONG: "shorten it, or raise feature_text_bytes, for nights and the service alike",
-    NOT_A_NUMBER: "weights are numbers: if it is no weight, name another column in sources.weight_column",
+    NOT_A_NUMBER: "weights are numbers, with a point before their fraction: if it is no weight, name another column in "
+    "sources.weight_column",
 }
 
 Case = Mapping[str, str | None]
@@ -58,6 +65,7 @@ class Unusable:
         self._hidden = frozenset(raw.decode() for raw in hidden)
         self._rows: dict[str, int] = {}
         self._reasons: dict[str, dict[str, dict[str, Any]]] = {}
+        self._remarks: dict[str, list[str]] = {}
         self._lock = Lock()
 
     def looked_at(self, source: str, rows: int) -> None:
@@ -101,6 +109,17 @@ class Unusable:
             taken |= rows
         return taken
 
+    def remark(self, source: str, text: str) -> None:
+        """Notes a sentence on how the rows of a source were read, each once."""
+        with self._lock:
+            texts = self._remarks.setdefault(source, [])
+            if text not in texts:
+                texts.append(text)
+
+    def remarks(self, source: str) -> list[str]:
+        """Sentences on how the rows of a source were read."""
+        return list(self._remarks.get(source, ()))
+
     def left_out(self, source: str) -> int:
         """Number of rows of a source that were noted."""
         return sum(each["rows"] for each in self._reasons.get(source, {}).values())
@@ -111,18 +130,22 @@ class Unusable:
         if not rows or self.left_out(source) < rows:
             return
         said = "; ".join(
-            f"{reason} ({each['rows']:,}{_shown(each['cases'])}){_remedy(reason)}"
+            f"{reason} ({each['rows']:,}{_shown(each['cases'])}){remedy(reason)}"
             for reason, each in self._reasons[source].items()
         )
         raise SourceError(f"none of the {rows:,} rows of {where} can be used: {said}", rows=rows)
 
     def to_json(self) -> dict[str, Any]:
-        """{source: {"rows", "left_out", "reasons": {reason: {"rows", "cases"}}}}, for reports and the manifest."""
+        """{source: {"rows", "left_out", "reasons": {reason: {"rows", "cases"}}}}, for reports and the manifest.
+
+        A source with remarks has them under "remarks".
+        """
         return {
             source: {
                 "rows": rows,
                 "left_out": self.left_out(source),
                 "reasons": self._reasons.get(source, {}),
+                **({"remarks": told} if (told := self.remarks(source)) else {}),
             }
             for source, rows in sorted(self._rows.items())
         }
@@ -134,6 +157,8 @@ def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for report in reports:
         for source, each in report.items():
             whole.looked_at(source, each["rows"])
+            for text in each.get("remarks", ()):
+                whole.remark(source, text)
             for reason, found in each["reasons"].items():
                 whole.note(source, reason, found["rows"], found["cases"])
     return whole.to_json()
@@ -168,7 +193,7 @@ def _shown(cases: list[dict[str, str | None]]) -> str:
     return f", e.g. {', '.join(named)}" if named else ""
 
 
-def _remedy(reason: str) -> str:
+def remedy(reason: str) -> str:
     """Remedy for a reason, in brackets, empty if none is known; reasons of a column are `column: reason`."""
-    remedy = _REMEDIES.get(reason.partition(": ")[2])
-    return f" [{remedy}]" if remedy else ""
+    words = _REMEDIES.get(reason.rpartition(": ")[2])
+    return f" [{words}]" if words else ""

@@ -173,7 +173,8 @@ def _read(begun: Mapping[str, Any]) -> str:
     )
     rows = sum(source["rows"] for source in seen)
     told = f"{begun['interactions']:,} interactions of {rows:,} rows"
-    return f"{told}; left out: {reasons}" if reasons else told
+    told = f"{told}; left out: {reasons}" if reasons else told
+    return "; ".join([told, *(text for source in seen for text in source.get("remarks", ()))])
 
 
 def _shape(seen: Partitioned, items: int) -> Shape:

@@ -16,6 +16,7 @@ from cache.events.event import Event
 from cache.events.new_item_tower import NewItemInputs, UnfitNewItem
 from cache.events.new_items import brings_item
 from cache.format.ids import canonical_id
+from cache.format.iso_times import iso_time
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
 from serving.requests.errors import Problem, from_input, unprocessable
@@ -184,12 +185,11 @@ def read_time(value: object, field: str) -> int:
     """Microseconds since 1970 of ISO 8601 (UTC without a zone) or Unix seconds; raises Problem."""
     if isinstance(value, str) and len(value) <= _TIME_CHARS_MAX:
         try:
-            found = datetime.fromisoformat(value)
+            found = iso_time(value)
         except ValueError as error:
             what = f"{field} is no time of ISO 8601, such as 2026-01-31T12:00:00Z"
             raise unprocessable("invalid_field", what, field) from error
-        at_us = (found if found.tzinfo else found.replace(tzinfo=UTC)) - _BEGIN
-        return _since_1970(at_us // _MICROSECOND, field)
+        return _since_1970((found - _BEGIN) // _MICROSECOND, field)
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not abs(value) < _SECONDS_MAX:
             raise unprocessable("invalid_field", f"{field} is in seconds since 1970", field)

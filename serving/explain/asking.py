@@ -121,7 +121,9 @@ def _history(text: str) -> list[str]:
     if not text.startswith("@"):
         return [each.strip() for each in text.split(",") if each.strip()]
     try:
-        return [each for each in Path(text[1:]).read_text().splitlines() if each]
+        # Not `splitlines`: ids may hold the other signs at which that ends a line.
+        lines = Path(text[1:]).read_text(encoding="utf-8-sig").split("\n")
+        return [line.strip() for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--history: {error}") from error
 

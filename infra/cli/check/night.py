@@ -8,13 +8,16 @@ from infra.cli.check.found import Found
 if TYPE_CHECKING:
     from cache.config.night import NightConfig
 
+FILES_COMPARED = 1_000
+"""Number of files whose columns a look compares; a night compares all."""
+
 
 def look_at_sources(config: "NightConfig") -> Found:
     """Look at the files of sources, and at their first rows."""
     if line := missing("a look at sources", "precompute", *PRECOMPUTE):
         return "not used", f"by the service; {line}"
-    from precompute.sources.files import all_files, source_file
-    from precompute.sources.formats import INTERACTIONS
+    from precompute.sources.files import all_files, source_file, source_files
+    from precompute.sources.formats import INTERACTIONS, demand_same_columns
     from precompute.sources.plausibility import Shape, demand_least, remarks
     from precompute.sources.readers import feature_schema, read_interactions, row_count
     from precompute.sources.unusable import Unusable
@@ -23,6 +26,7 @@ def look_at_sources(config: "NightConfig") -> Found:
     if not sources.names_users:
         return "to do", "[sources] interactions is not set: `larder init` looks for them"
     files = all_files(config)
+    demand_same_columns(source_files(sources.interactions, base)[:FILES_COMPARED], sources)
     unusable = Unusable()
     read = read_interactions(sources, base, unusable=unusable)
     first = next(read, None)
@@ -50,7 +54,11 @@ def look_at_sources(config: "NightConfig") -> Found:
         demand_least(shape.users, shape.items)
     odd = "".join(f"; {remark}" for remark in remarks(shape)) if is_all or shape.rows else ""
     told = f"{found}; {rows:,} interactions" + ("" if is_all else " in the first rows")
-    return "ok", told + (f", {left_out:,} rows that cannot be used" if left_out else "") + odd
+    if left_out:
+        reasons = unusable.to_json()[INTERACTIONS]["reasons"]
+        listed = ", ".join(f"{reason['rows']:,} {why}" for why, reason in reasons.items())
+        told += f", {left_out:,} rows that cannot be used: {listed}"
+    return "ok", "; ".join([told, *unusable.remarks(INTERACTIONS)]) + odd
 
 
 def look_at_bundle(config: "NightConfig") -> Found:

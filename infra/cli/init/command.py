@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cache.errors import ConfigError
+from cache.errors import ConfigError, LarderError
 from cache.process.command_line import NOT_WELL, json_text
 from infra.cli.init.guesses import Guesses, guess
 from infra.cli.init.look import look
 from infra.cli.init.toml_file import text_of
 from infra.cli.settings import FILE
+
+_TEXTS = (".txt", ".txt.gz")
 
 
 def main(words: Sequence[str], *, prog: str) -> int:
@@ -32,6 +34,8 @@ def main(words: Sequence[str], *, prog: str) -> int:
     if not target.parent.is_dir():
         raise ConfigError(f"{sent.output}: there is no folder {target.parent}")
     guesses = guess(*look(folder, target.parent))
+    found = _first_rows(guesses, target.parent) or _tables_as_text(guesses, folder)
+    guesses.notes += [note.replace(f"{folder}{os.sep}", "") for note in found]
     bundle = _bundle(folder, target.parent)
     beside = target.with_name(f"{target.name}.part")
     beside.write_text(text_of(guesses, bundle), encoding="utf-8")
@@ -44,6 +48,41 @@ def main(words: Sequence[str], *, prog: str) -> int:
         for line in _lines(guesses, bundle):
             print(line)
     return 0 if guesses.is_complete else NOT_WELL
+
+
+def _first_rows(guesses: Guesses, base: Path) -> list[str]:
+    """Notes on what a night would make of the first rows of the interactions."""
+    table, columns = guesses.interactions, guesses.columns
+    user, item = columns.get("user"), columns.get("item")
+    if table is None or not user or not item:
+        return []
+    from precompute.config.settings import Sources
+    from precompute.sources.first_rows import first_rows_in_words
+
+    sources = Sources(
+        (str(table.files[0]),),
+        separator=table.separator,
+        user_column=user,
+        item_column=item,
+        timestamp_column=columns.get("timestamp") or "",
+        weight_column=columns.get("weight") or "",
+    )
+    return first_rows_in_words(sources, base)
+
+
+def _tables_as_text(guesses: Guesses, folder: Path) -> list[str]:
+    """Notes on text files that look like a table, if no other interactions were found."""
+    if guesses.interactions is not None:
+        return []
+    from precompute.sources.formats import demand_lines
+
+    notes = []
+    for path in sorted(path for path in folder.iterdir() if path.name.lower().endswith(_TEXTS)):
+        try:
+            demand_lines(path)
+        except (LarderError, OSError) as error:
+            notes.append(str(error))
+    return notes
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:

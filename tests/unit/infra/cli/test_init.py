@@ -299,6 +299,45 @@ def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.startswith("larder: there is no folder nowhere")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('user,item,title\nu1,i1,"Heat\nu2,i2,x\n', r'line 2: a quote is not closed.*quote = ""'),
+        (
+            "user,item,timestamp\nNULL,i1,1700000000\nu2,i2,1700000000\n",
+            "of the first 2 rows, 1 cannot be used: user: no id",
+        ),
+        ("user,item,date\nu1,i1,20231114\nu2,i2,20231115\n", "dates as yyyymmdd: they are read so"),
+        ("user,item,day\nu1,i1,19675\nu2,i2,19676\n", "numbers of days.*write dates"),
+        ('user,item,title\nu1,i1,"a \\"b\\" c"\n', "a backslash stands before a quote"),
+        ("user,item,date\n17850.0,i1,2023-11-14\n", "Int64"),
+    ],
+)
+def test_what_a_night_would_make_of_the_first_rows_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (here / "clicks.csv").write_text(text)
+    capsys.readouterr()
+    main(["init", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert re.search(said, "; ".join([*told["notes"], *told["missing"]]))
+
+
+def test_a_text_file_that_looks_like_a_table_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "checkins.txt").write_text("1\t2023-11-30T07:25:45Z\t30.01\t-97.01\t22001\n" * 3)
+    told = init(capsys, code=3)
+    assert any("5 fields in each line, with tabs between them" in note for note in told["notes"])
+
+
+def test_nothing_is_said_of_rows_that_a_night_reads_as_they_are(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_csv(here / "clicks.csv", {"user": USERS, "item": ITEMS, "timestamp": TIMES})
+    assert init(capsys)["notes"] == []
+
+
 def clicks_of(rows: int, day: str = "a") -> dict[str, list[Any]]:
     numbers = range(rows)
     return {

@@ -89,6 +89,37 @@ def test_ids_of_a_file(tmp_path):
         ids_of(tmp_path / "none", "item")
 
 
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+def test_only_line_breaks_end_an_id_of_a_file(tmp_path, line_break):
+    """`str.splitlines` ends lines at eight more signs, and a byte order mark is part of no id."""
+    ids = ["a", *(f"b{sign}c" for sign in "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"), "d"]
+    text = "\ufeff" + line_break.join([*ids[:-1], f" {ids[-1]} "]) + line_break
+    (tmp_path / "ids").write_bytes(text.encode())
+
+    assert ids_of(tmp_path / "ids", "item").to_pylist() == ids
+
+
+@pytest.mark.parametrize("word", ["NULL", "\\N", "nan"])
+def test_a_word_for_nothing_among_the_ids_of_a_file_is_refused(tmp_path, word):
+    (tmp_path / "ids").write_text(f"a\n{word}\n")
+
+    with pytest.raises(SourceError, match=r"item ids: .*no id, first in row 1 .*fill them in"):
+        ids_of(tmp_path / "ids", "item")
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.large_string(), pa.decimal128(38, 0)])
+def test_ids_of_other_types_are_texts(kind):
+    assert ids_of(pa.array(["7", "8"]).cast(kind), "item").to_pylist() == ["7", "8"]
+
+
+@pytest.mark.parametrize("rows", [[[1.0, 2.0], [1.0, None]], [[1, 2], [None, 1]]])
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_a_number_that_is_missing_is_named_by_its_row(rows, is_chunked):
+    column = pa.array(rows)
+    with pytest.raises(SourceError, match="a number is missing in item vectors, first in row 1"):
+        Vectors.of(None, pa.chunked_array([column]) if is_chunked else column, "item")
+
+
 @pytest.mark.parametrize(
     "ids",
     [range(3), np.arange(3), np.arange(3).astype("i4"), ["0", "1", "2"], pa.array([0, 1, 2])],
@@ -139,6 +170,13 @@ class TestFiles:
         path = parquet(tmp_path / "items.parquet", id=["a", "b"], vector=[[1.0, 2.0], gone])
 
         with pytest.raises(SourceError, match=r"missing|not finite"):
+            Vectors.of(None, path, "item")
+
+    def test_two_columns_of_one_name(self, tmp_path):
+        path = tmp_path / "items.parquet"
+        pq.write_table(pa.table([["a"], [[1.0]], [[1.0]]], ["id", "vector", "vector"]), path)
+
+        with pytest.raises(SourceError, match="two columns of one name among id, vector, vector"):
             Vectors.of(None, path, "item")
 
     def test_columns_that_do_not_say_which_is_which(self, tmp_path):

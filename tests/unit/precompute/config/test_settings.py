@@ -109,6 +109,21 @@ def test_a_file_that_is_no_text_or_a_folder_is_named(tmp_path):
         NightConfig.configured({}, tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+def test_a_byte_order_mark_of_a_file_is_skipped(tmp_path, line_break):
+    lines = ["[sources]", 'interactions = ["clicks.csv"]', 'quote = ""', 'escape = "\\\\"', ""]
+    (tmp_path / "larder.toml").write_bytes(b"\xef\xbb\xbf" + line_break.join(lines).encode())
+    sources = NightConfig.configured({}, tmp_path / "larder.toml").sources
+    assert (sources.interactions, sources.quote, sources.escape) == (("clicks.csv",), "", "\\")
+
+
+@pytest.mark.parametrize("quote", ["false", '"\'"'])
+def test_quotes_of_csv_files_can_be_another_sign_or_none(tmp_path, quote):
+    (tmp_path / "larder.toml").write_text(f"[sources]\nquote = {quote}\n")
+    found = NightConfig.configured({}, tmp_path / "larder.toml").sources.quote
+    assert found == ("" if quote == "false" else "'")
+
+
 def test_a_whole_file_is_read_as_it_is_meant(tmp_path):
     config = read(
         tmp_path,

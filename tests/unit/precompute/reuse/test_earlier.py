@@ -38,7 +38,7 @@ click = st.tuples(
 good = st.tuples(
     st.sampled_from(USERS), st.sampled_from([*KNOWN, *NAMELESS]), st.integers(1, 1_799)
 )
-late = st.tuples(st.sampled_from(USERS), st.sampled_from(KNOWN), st.integers(1_800, 2_000))
+late = st.tuples(st.sampled_from(USERS), st.sampled_from(KNOWN), st.integers(1_800, 1_899))
 Clicks = list[tuple[str | None, str, int]]
 
 

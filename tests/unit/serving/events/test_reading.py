@@ -126,7 +126,14 @@ def test_nothing_is_accepted_of_who_was_erased_or_blocked_or_told_of_them() -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["2026-01-31T12:00:00", "2026-01-31T12:00:00Z", "2026-01-31T13:00:00+01:00"]
+    "text",
+    [
+        "2026-01-31T12:00:00",
+        "2026-01-31T12:00:00Z",
+        "2026-01-31T13:00:00+01:00",
+        "2026-01-31 12:00:00 UTC",
+        "2026-01-31 12:00:00.000000 UTC",
+    ],
 )
 def test_a_time_without_a_zone_is_utc(text: str) -> None:
     assert read_time(text, "time") == 1_769_860_800_000_000

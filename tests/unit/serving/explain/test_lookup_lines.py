@@ -41,3 +41,13 @@ def test_a_history_may_have_spaces_between_its_ids(
     sent = argument_parser().parse_args(["t", "u", "--history", text])
 
     assert question_of(sent) == {"entities": [{"id": "u", "history": ["a", "b"]}]}
+
+
+def test_only_line_breaks_end_an_id_of_a_history_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ids.txt").write_bytes("\ufeffa\u2028b\r\nc\n".encode())
+    sent = argument_parser().parse_args(["t", "u", "--history", "@ids.txt"])
+
+    assert question_of(sent) == {"entities": [{"id": "u", "history": ["a\u2028b", "c"]}]}

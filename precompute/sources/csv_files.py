@@ -1,0 +1,438 @@
+"""CSV files as Arrow columns of texts: cut into pieces of whole rows, so that quoted line breaks may lie anywhere."""
+
+import csv
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+from numpy.typing import NDArray
+
+from cache.config.sections import Sources
+from cache.errors import SourceError
+from precompute.sources.files import SourceFile, readable
+
+PIECE_BYTES = 1 << 21
+"""Bytes of a file that are parsed at once, more where one row is longer."""
+ROW_BYTES_MAX = 64 << 20
+"""Bytes of the longest row that is read; a quote that opened further back is taken for one that is never closed."""
+LINES_SUSPECT: Final = 4
+"""Lines of one quoted value that look like rows each, from which on a single value is enough to refuse a file."""
+BLANKS: Final = " \t\r\n\v\f"
+"""Characters around an id or a column's name that do not belong to it."""
+
+UTF_8_MARK = b"\xef\xbb\xbf"
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+IS_UTF_16: Final = "is UTF-16: convert it to UTF-8, e.g. with iconv -f utf-16 -t utf-8"
+_NOT_QUOTED = (
+    'if quotes in this file do not enclose values, set [sources] quote = ""; if a backslash stands before quotes that '
+    'are part of a value, set escape = "\\\\"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Signs of a CSV file: between fields, around a value, and before a sign that is meant as itself; b"": none."""
+
+    separator: bytes
+    quote: bytes
+    escape: bytes
+
+    @classmethod
+    def of(cls, sources: Sources) -> Self:
+        """The dialect that the settings name."""
+        return cls(sources.separator.encode(), sources.quote.encode(), sources.escape.encode())
+
+    def with_bare_quotes(self, text: bytes) -> bytes:
+        """Rows without what may stand before an opening quote: blanks, and byte order marks of joined files."""
+        if UTF_8_MARK in text:
+            text = text.removeprefix(UTF_8_MARK).replace(b"\n" + UTF_8_MARK, b"\n")
+        if not self.quote or self.separator + b" " + self.quote not in text:
+            return text
+        blanks = rb"(?<=%s) +(?=%s)" % (re.escape(self.separator), re.escape(self.quote))
+        return re.sub(blanks, b"", text)
+
+    def with_nulls(self, text: bytes) -> bytes:
+        r"""Text in which a field that is `\N`, which an escape would make `N`, is empty."""
+        if not self.escape or (nothing := self.escape + b"N") not in text:
+            return text
+        around = re.escape(self.separator) + rb"\r\n"
+        return re.sub(rb"(?<![^%s])%s(?![^%s])" % (around, re.escape(nothing), around), b"", text)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quoting:
+    """Quotes of a text that begins with a row: where they are, and whether each leaves the reader within a value."""
+
+    places: NDArray[np.int64]
+    is_inside: NDArray[np.bool_]
+    """State behind each quote."""
+
+    @classmethod
+    def of(cls, data: NDArray[np.uint8], dialect: Dialect, escaped: NDArray[np.int64]) -> Self:
+        """Quotes as RFC 4180 has them: one opens a value only at a field's start, two within a value are one."""
+        if not dialect.quote:
+            return cls(np.empty(0, np.int64), np.empty(0, np.bool_))
+        places = np.flatnonzero(data == dialect.quote[0])
+        if len(escaped):
+            places = places[~np.isin(places, escaped)]
+        can_open = _one_of(dialect.separator + b"\r\n", data[np.maximum(places - 1, 0)])
+        can_open |= places == 0
+        is_second = np.zeros(len(places), np.bool_)
+        is_second[1:] = places[1:] - places[:-1] == 1
+        # Where no quote stands within an unquoted value, every other one opens a value or is the second of two.
+        if (can_open | is_second)[::2].all():
+            is_inside = np.append(is_second[1:], False)
+            is_inside[::2] = True
+            return cls(places, is_inside)
+        return cls(places, _states(can_open, is_second) != _OUTSIDE)
+
+    def inside(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Mask of the places that are within a quoted value."""
+        if not len(self.places):
+            return np.zeros(len(places), np.bool_)
+        count = np.searchsorted(self.places, places)
+        return np.asarray((count > 0) & self.is_inside[count - 1])
+
+    @property
+    def open_at(self) -> int | None:
+        """Place of the quote whose value is not closed at the end of the text."""
+        if not len(self.places) or not self.is_inside[-1]:
+            return None
+        outside = np.flatnonzero(~self.is_inside)
+        return int(self.places[outside[-1] + 1 if len(outside) else 0])
+
+    @property
+    def closing(self) -> NDArray[np.int64]:
+        """Places of the quotes that end a value."""
+        was_inside = np.concatenate([np.zeros(1, np.bool_), self.is_inside[:-1]])
+        return self.places[was_inside & ~self.is_inside]
+
+
+_OUTSIDE, _INSIDE, _FIRST_OF_TWO = 0, 1, 2
+_STEPS = np.indices((3, 3, 3)).reshape(3, 27).T.astype(np.uint8)
+"""What a step, by its code, makes of each state: uint8 [27, 3]; a code has a digit to base 3 for each state."""
+_DIGITS = np.array([9, 3, 1], np.uint8)
+_THEN = (_STEPS[:, _STEPS] @ _DIGITS).T.copy()
+"""Code of one step and then another: uint8 [27, 27]."""
+_SCANNED_AT_ONCE = 64
+
+
+def _states(can_open: NDArray[np.bool_], is_second: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """State behind each quote of a text that begins outside of values."""
+    is_first = np.append(is_second[1:], False)
+    codes = _DIGITS[_OUTSIDE] * np.where(can_open, np.uint8(_INSIDE), np.uint8(_OUTSIDE))
+    codes += _DIGITS[_INSIDE] * np.where(is_first, np.uint8(_FIRST_OF_TWO), np.uint8(_OUTSIDE))
+    codes += _DIGITS[_FIRST_OF_TWO] * np.uint8(_INSIDE)
+    return np.asarray(_STEPS[_scanned(codes), _OUTSIDE])
+
+
+def _scanned(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Codes of all steps up to each, composed: within rows of a matrix first, then from row to row."""
+    if len(codes) <= 1:
+        return codes
+    rows = -(-len(codes) // _SCANNED_AT_ONCE)
+    padded = np.zeros(rows * _SCANNED_AT_ONCE, np.uint8)
+    padded[: len(codes)] = codes
+    columns = np.ascontiguousarray(padded.reshape(rows, _SCANNED_AT_ONCE).T)
+    for number in range(1, _SCANNED_AT_ONCE):
+        columns[number] = _THEN[columns[number - 1], columns[number]]
+    if rows > 1:
+        before = _scanned(columns[-1, :-1])
+        columns[:, 1:] = _THEN[before, columns[:, 1:]]
+    return columns.T.reshape(-1)[: len(codes)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Whole rows of a file, the first of them in `line`.
+
+    `row_ends` are the places behind each row, or None if no value holds a line break, so that every line ends one.
+    """
+
+    text: bytes
+    line: int
+    line_break: bytes
+    row_ends: NDArray[np.int64] | None
+
+    def line_of(self, place: int) -> int:
+        """Number of the line with a place of the text."""
+        return self.line + self.text.count(self.line_break, 0, place)
+
+    def lines_of_rows(self) -> NDArray[np.int64]:
+        """int64[rows]: number of each row's first line; empty lines between rows are none."""
+        line_ends = _line_ends(self.text, self.line_break)
+        ends = line_ends if self.row_ends is None else self.row_ends
+        starts = np.concatenate([np.zeros(1, np.int64), ends])
+        starts = starts[starts < len(self.text)]
+        starts = starts[~_one_of(b"\r\n", np.frombuffer(self.text, np.uint8)[starts])]
+        return np.asarray(self.line + np.searchsorted(line_ends, starts, "right"))
+
+    def behind_first_row(self) -> tuple[bytes, Self]:
+        """(the first row, the rows behind it)."""
+        if self.row_ends is None:
+            row, found, _ = self.text.partition(self.line_break)
+            end = len(row) + len(found)
+            row_ends = None
+        else:
+            end = int(self.row_ends[0]) if len(self.row_ends) else len(self.text)
+            row_ends = self.row_ends[1:] - end
+        line = self.line_of(end)
+        return self.text[:end], type(self)(self.text[end:], line, self.line_break, row_ends)
+
+    def suspect_values(self, separator: bytes, fields: int) -> tuple[int, list[tuple[int, int]]]:
+        """(values of several lines, (first line, number of lines) of those that look as if they had swallowed rows).
+
+        Each line of these has as many fields as a row, read without quotes: an unclosed quote runs on to the next one.
+        """
+        if self.row_ends is None:
+            return 0, []
+        line_ends = _line_ends(self.text, self.line_break)
+        places = np.flatnonzero(np.frombuffer(self.text, np.uint8) == separator[0])
+        counts = np.diff(np.searchsorted(places, line_ends), prepend=0)
+        last_lines = np.searchsorted(line_ends, self.row_ends)
+        first_lines = np.concatenate([np.zeros(1, np.int64), last_lines[:-1] + 1])
+        lengths = last_lines - first_lines + 1
+        alike = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts == fields - 1)])
+        is_alike = alike[last_lines + 1] - alike[first_lines] == lengths
+        several = lengths > 1
+        suspects = np.flatnonzero(several & is_alike)
+        found = [(self.line + int(first_lines[row]), int(lengths[row])) for row in suspects]
+        return int(several.sum()), found
+
+
+class CsvFile:
+    """CSV file that is read once, front to back: the names of its columns, then its rows."""
+
+    def __init__(self, raw: Any, path: SourceFile, dialect: Dialect) -> None:
+        self._raw, self._path, self._dialect = raw, path, dialect
+        self._rest, self._line, self._line_break = b"", 1, b"\n"
+        header, self._first = self._read_header()
+        self.names: list[str] = _names_in(header, dialect, path)
+        """Names of the columns, without blanks around them."""
+        self.has_long_values = self._first.row_ends is not None
+        """True if a value of what was read so far holds a line break."""
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: SourceFile, sources: Sources) -> Iterator[Self]:
+        """The file with its header read; raises SourceError for one without."""
+        dialect = Dialect.of(sources)
+        with readable(path) as given:
+            if not isinstance(given, Path):
+                yield cls(given, path, dialect)
+                return
+            # Arrow knows a compression by the small letters of its ending.
+            compression = "gzip" if given.suffix.lower() == ".gz" else "detect"
+            with pa.input_stream(str(given), compression=compression) as raw:
+                yield cls(raw, path, dialect)
+
+    def batches(self, wanted: Sequence[str], skip_line: Callable[[int], None]) -> Iterator[Any]:
+        """Record batches of the wanted columns, as strings without blanks around them that may not be UTF-8.
+
+        `skip_line` is called with the line of each row of more or fewer fields than the header. Raises SourceError
+        naming the line of a quote that swallows rows.
+        """
+        places = [self.names.index(name) for name in wanted]
+        values, suspects, first_suspect = 0, 0, 0
+        for piece in self._pieces():
+            self.has_long_values |= piece.row_ends is not None
+            several, found = piece.suspect_values(self._dialect.separator, len(self.names))
+            values, suspects = values + several, suspects + len(found)
+            first_suspect = first_suspect or (found[0][0] if found else 0)
+            for line, lines in found:
+                if lines >= LINES_SUSPECT:
+                    raise self._swallows(line, lines)
+            columns = self._columns(piece, places, skip_line)
+            if len(columns[0]):
+                yield pa.record_batch(columns, list(wanted))
+        if 2 * suspects > values:
+            raise self._swallows(first_suspect, 2)
+
+    def _swallows(self, line: int, lines: int) -> SourceError:
+        return SourceError(
+            f"{self._path}, line {line}: a quote is not closed: its value would take {lines} lines or more, each of "
+            f"which looks like a row; {_NOT_QUOTED}",
+            line=line,
+        )
+
+    def _columns(
+        self, piece: Piece, places: Sequence[int], skip_line: Callable[[int], None]
+    ) -> list[Any]:
+        lines: list[NDArray[np.int64]] = []
+
+        def skip(row: Any) -> str:
+            if not lines:
+                lines.append(piece.lines_of_rows())
+            skip_line(int(lines[0][row.number - 1]))
+            return "skip"
+
+        text = self._dialect.with_nulls(piece.text)
+        titles = [str(number) for number in range(len(self.names))]
+        read = [titles[place] for place in places]
+        is_quoted = self._dialect.quote in text if self._dialect.quote else False
+        table = pa.csv.read_csv(
+            pa.py_buffer(text),
+            # Without threads, else rows have no numbers.
+            read_options=pa.csv.ReadOptions(
+                use_threads=False, column_names=titles, block_size=len(text) + 1
+            ),
+            parse_options=pa.csv.ParseOptions(
+                delimiter=self._dialect.separator.decode(),
+                # What holds no quote is parsed in half the time.
+                quote_char=self._dialect.quote.decode() if is_quoted else False,
+                escape_char=self._dialect.escape.decode() or False,
+                newlines_in_values=piece.row_ends is not None,
+                invalid_row_handler=skip,
+            ),
+            # Left alone, the reader infers types: "007" would become 7, and one odd time would end the file.
+            convert_options=pa.csv.ConvertOptions(
+                column_types=dict.fromkeys(read, pa.binary()),
+                include_columns=read,
+                strings_can_be_null=False,
+            ),
+        )
+        columns = (table.column(title).combine_chunks().view(pa.string()) for title in read)
+        return [pc.ascii_trim(column, characters=BLANKS) for column in columns]
+
+    def _read_header(self) -> tuple[bytes, Piece]:
+        start = self._read(PIECE_BYTES)
+        if start.startswith(UTF_16_MARKS):
+            raise SourceError(f"{self._path} {IS_UTF_16}")
+        start = start.removeprefix(UTF_8_MARK)
+        if b"\n" not in start and b"\r" in start:
+            self._line_break = b"\r"
+        self._rest = start.lstrip(b"\r\n")
+        self._line += start.count(self._line_break, 0, len(start) - len(self._rest))
+        first = next(self._pieces_of_file(), None)
+        if first is None:
+            raise SourceError(
+                f"cannot read {self._path}: it is empty; a CSV file begins with a line of column names"
+            )
+        return first.behind_first_row()
+
+    def _pieces(self) -> Iterator[Piece]:
+        if self._first.text:
+            yield self._first
+        yield from self._pieces_of_file()
+
+    def _pieces_of_file(self) -> Iterator[Piece]:
+        """The rest of the file in pieces that end with a row."""
+        is_over = False
+        while not is_over:
+            block = self._read(max(PIECE_BYTES, len(self._rest)))
+            is_over = not block
+            text = self._dialect.with_bare_quotes(self._rest + block)
+            if not text:
+                return
+            end, row_ends = self._end_of_rows(text, is_over)
+            self._rest = text[end:]
+            if end:
+                yield Piece(text[:end], self._line, self._line_break, row_ends)
+                self._line += text.count(self._line_break, 0, end)
+
+    def _read(self, size_bytes: int) -> bytes:
+        block: bytes = self._raw.read(size_bytes)
+        return block
+
+    def _end_of_rows(self, text: bytes, is_over: bool) -> tuple[int, NDArray[np.int64] | None]:
+        """(place behind the last whole row, places behind each row if a value holds a line break).
+
+        Raises SourceError for a quote that is not closed, or is escaped by a sign that settings do not name.
+        """
+        dialect = self._dialect
+        signs = [sign for sign in (dialect.quote, dialect.escape) if sign and sign in text]
+        if not signs:
+            return self._demand_end(
+                len(text) if is_over else text.rfind(self._line_break) + 1, text
+            ), None
+        data = np.frombuffer(text, np.uint8)
+        escaped = _escaped(data, dialect.escape)
+        quoting = Quoting.of(data, dialect, escaped)
+        if dialect.quote and not dialect.escape and b"\\" + dialect.quote in text:
+            self._demand_plain_quotes(data, quoting)
+        ends = _line_ends(text, self._line_break, is_over=is_over)
+        within = quoting.inside(ends)
+        if len(escaped):
+            within |= np.isin(ends - 1, escaped)
+        row_ends = ends[~within]
+        opened = quoting.open_at
+        if opened is not None and (is_over or len(text) - opened > ROW_BYTES_MAX):
+            line = self._line + text.count(self._line_break, 0, opened)
+            raise SourceError(
+                f"{self._path}, line {line}: a quote is not closed; {_NOT_QUOTED}", line=line
+            )
+        end = len(text) if is_over else int(row_ends[-1]) if len(row_ends) else 0
+        return self._demand_end(end, text), row_ends if within[ends <= end].any() else None
+
+    def _demand_end(self, end: int, text: bytes) -> int:
+        """The end of the last whole row, 0 if more has to be read first; raises SourceError beyond ROW_BYTES_MAX."""
+        if not end and len(text) > ROW_BYTES_MAX:
+            raise SourceError(
+                f"{self._path}, line {self._line}: it is longer than {ROW_BYTES_MAX >> 20} MiB; is this a CSV file?"
+            )
+        return end
+
+    def _demand_plain_quotes(self, data: NDArray[np.uint8], quoting: Quoting) -> None:
+        """Raises SourceError where a backslash stands before a quote that is not the end of its field."""
+        closing = quoting.closing
+        closing = closing[(closing > 0) & (closing + 1 < len(data))]
+        closing = closing[data[closing - 1] == ord("\\")]
+        dialect = self._dialect
+        odd = closing[~_one_of(dialect.separator + dialect.quote + b"\r\n", data[closing + 1])]
+        if len(odd):
+            line = self._line + bytes(data[: odd[0]]).count(self._line_break)
+            raise SourceError(
+                f'{self._path}, line {line}: a backslash stands before a quote: set [sources] escape = "\\\\"',
+                line=line,
+            )
+
+
+def _names_in(header: bytes, dialect: Dialect, path: SourceFile) -> list[str]:
+    """Names in a file's first row, without blanks around them."""
+    reader = csv.reader(
+        [header.decode("utf-8")],
+        delimiter=dialect.separator.decode(),
+        quotechar=dialect.quote.decode() or None,
+        quoting=csv.QUOTE_MINIMAL if dialect.quote else csv.QUOTE_NONE,
+        escapechar=dialect.escape.decode() or None,
+    )
+    try:
+        return [name.strip(BLANKS) for name in next(reader)]
+    except csv.Error as error:
+        raise SourceError(
+            f"{path}: its first line, of column names, cannot be read: {error}"
+        ) from None
+
+
+def _line_ends(text: bytes, line_break: bytes, *, is_over: bool = True) -> NDArray[np.int64]:
+    """Places behind each line; the last line may lack its break where the text `is_over`."""
+    ends = np.flatnonzero(np.frombuffer(text, np.uint8) == line_break[0]) + 1
+    if is_over and (not len(ends) or ends[-1] < len(text)):
+        ends = np.append(ends, len(text))
+    return ends
+
+
+def _one_of(signs: bytes, values: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Mask of the values that are one of some signs."""
+    is_sign = np.zeros(256, np.bool_)
+    is_sign[np.frombuffer(signs, np.uint8)] = True
+    return np.asarray(is_sign[values])
+
+
+def _escaped(data: NDArray[np.uint8], escape: bytes) -> NDArray[np.int64]:
+    """Places of the signs that an escape stands before; of several in a row, every other one is escaped itself."""
+    if not escape:
+        return np.empty(0, np.int64)
+    places = np.flatnonzero(data == escape[0])
+    if not len(places):
+        return places
+    is_start = np.concatenate([np.ones(1, np.bool_), np.diff(places) != 1])
+    starts = np.flatnonzero(is_start)[np.cumsum(is_start) - 1]
+    return np.asarray(places[(np.arange(len(places)) - starts) % 2 == 0] + 1)

@@ -1,0 +1,32 @@
+"""A look at the first rows of interactions with the eyes of a night."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from cache.config.sections import Sources
+from cache.errors import LarderError
+from precompute.sources.formats import INTERACTIONS
+from precompute.sources.readers import read_interactions
+from precompute.sources.unusable import HEADER, Unusable, remedy
+
+
+def first_rows_in_words(
+    sources: Sources, base: Path, said: Collection[str] = (HEADER,)
+) -> list[str]:
+    """Sentences on what a night makes of the first rows: that it refuses them, which it leaves out, how it reads them.
+
+    Empty where it reads them all as they are. Reasons that were `said` already are left out.
+    """
+    unusable = Unusable()
+    try:
+        next(read_interactions(sources, base, unusable=unusable), None)
+    except LarderError as error:
+        return [f"a night refuses the interactions: {error.message}"]
+    report = unusable.to_json().get(INTERACTIONS, {})
+    reasons = report.get("reasons", {})
+    left_out = [
+        f"of the first {report['rows']:,} rows, {reason['rows']:,} cannot be used: {why}{remedy(why)}"
+        for why, reason in reasons.items()
+        if why not in said
+    ]
+    return [*left_out, *unusable.remarks(INTERACTIONS)]

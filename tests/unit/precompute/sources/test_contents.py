@@ -1,0 +1,378 @@
+"""What columns and lines hold: what is meant is read, what is nothing is left out, and the rest is refused by name."""
+
+import datetime as dt
+import gzip
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache.errors import SourceError
+from precompute.config.settings import Sources, parse_time
+from precompute.sources.columns import read_ids
+from precompute.sources.readers import feature_schema, read_features, read_interactions
+from precompute.sources.unusable import Unusable
+
+DAY_US = 86_400 * 10**6
+DAY = dt.date(2023, 11, 14)
+DAY_AT = int(dt.datetime(2023, 11, 14, tzinfo=dt.UTC).timestamp()) * 10**6
+SECONDS = 1_700_000_000
+
+
+def read(folder, *names, **settings):
+    """Pairs and times of all rows, and what was left out."""
+    unusable = Unusable()
+    batches = list(read_interactions(Sources(names, **settings), folder, unusable=unusable))
+    pairs = [
+        pair
+        for batch in batches
+        for pair in zip(
+            batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True
+        )
+    ]
+    times = [time for batch in batches for time in batch.times.tolist()]
+    return pairs, times, unusable.to_json()["interactions"]
+
+
+def write(folder, name="a.parquet", **columns):
+    rows = len(next(iter(columns.values())))
+    ids = {
+        "user": [f"u{row}" for row in range(rows)],
+        "item": [f"i{row}" for row in range(rows)],
+    }
+    pq.write_table(pa.table({**ids, **columns}), folder / name)
+
+
+def write_times(folder, kind, values):
+    """A file of these times, in a Parquet column of a type, or as texts of a CSV file; returns its name."""
+    if kind == "csv":
+        rows = [f"u{row},i{row},{value}" for row, value in enumerate(values)]
+        (folder / "a.csv").write_text("\n".join(["user,item,timestamp", *rows]) + "\n")
+        return "a.csv"
+    if kind == "text":
+        write(folder, timestamp=[str(value) for value in values])
+    elif kind == "codes":
+        write(folder, timestamp=pa.array([str(value) for value in values]).dictionary_encode())
+    elif pa.types.is_decimal(kind):
+        write(folder, timestamp=pa.array([Decimal(value) for value in values], kind))
+    else:
+        write(folder, timestamp=pa.array(values, kind))
+    return "a.parquet"
+
+
+NUMBERS = ["csv", "text", "codes", pa.int64(), pa.float64(), pa.decimal128(38, 0)]
+
+
+@pytest.mark.parametrize("kind", [*NUMBERS, pa.int32(), pa.uint32()])
+def test_dates_as_digits_are_read_with_a_remark(tmp_path, kind):
+    name = write_times(tmp_path, kind, [20231114, 20231115, 0, 20231399])
+    _, times, told = read(tmp_path, name)
+    assert times == [DAY_AT, DAY_AT + DAY_US]
+    assert told["remarks"] == [
+        "column 'timestamp' holds dates as yyyymmdd: they are read so, as UTC"
+    ]
+    assert told["left_out"] == 2
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize(
+    ("value", "seconds"), [(202311142213, 22 * 3600 + 13 * 60), (20231114221320, 80_000)]
+)
+def test_moments_as_digits_are_read_with_a_remark(tmp_path, kind, value, seconds):
+    _, times, told = read(tmp_path, write_times(tmp_path, kind, [value]))
+    assert times == [DAY_AT + seconds * 10**6] and "yyyymmddhhmm" in told["remarks"][0]
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize(
+    ("values", "unit"),
+    [
+        ([19_675, 19_676], "days"),
+        ([45_244, 45_245, 0], "days"),
+        ([2023], "years"),
+        ([202311], "months"),
+    ],
+)
+def test_numbers_that_are_no_seconds_are_refused_with_what_to_write(tmp_path, kind, values, unit):
+    name = write_times(tmp_path, kind, values)
+    with pytest.raises(SourceError, match=rf"a\.\w+: column 'timestamp' .*{unit} .*write dates"):
+        read(tmp_path, name)
+
+
+def test_a_date_in_a_file_of_seconds_stays_what_it_is(tmp_path):
+    name = write_times(tmp_path, pa.int64(), [SECONDS, SECONDS + 1, 20231114])
+    assert read(tmp_path, name)[1] == [SECONDS * 10**6, (SECONDS + 1) * 10**6, 20231114 * 10**6]
+
+
+@pytest.mark.parametrize("kind", ["csv", "text", "codes"])
+@pytest.mark.parametrize("text", ["2023-11-14 22:13:20 UTC", "2023-11-14 22:13:20.000000 UTC"])
+def test_a_time_of_bigquery_is_a_time(tmp_path, kind, text):
+    assert read(tmp_path, write_times(tmp_path, kind, [text]))[1] == [SECONDS * 10**6]
+    assert parse_time(text) == dt.datetime.fromtimestamp(SECONDS, dt.UTC)
+
+
+def test_spark_s_times_beyond_range_are_left_out_and_counted(tmp_path):
+    far, near = dt.datetime(9999, 12, 31), dt.datetime.fromtimestamp(SECONDS)  # noqa: DTZ001, DTZ006
+    table = pa.table(
+        {
+            "user": ["a", "b"],
+            "item": ["i", "j"],
+            "timestamp": pa.array([far, near], pa.timestamp("us")),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
+    pairs, times, told = read(tmp_path, "a.parquet")
+    assert pairs == [("b", "j")] and abs(times[0] - SECONDS * 10**6) <= DAY_US
+    assert told["reasons"]["timestamp: a time out of range"]["rows"] == 1
+
+
+def test_weights_and_times_may_be_coded_or_decimal(tmp_path):
+    for weights in (
+        pa.array([1.0, 0.0]).dictionary_encode(),
+        pa.array(["1", "0"]).dictionary_encode(),
+        pa.array(["1", "0"], pa.string_view()),
+        pa.array([Decimal("1.5"), Decimal(-1)], pa.decimal256(40, 2)),
+    ):
+        times = pa.array([Decimal(f"{SECONDS}.25")] * 2, pa.decimal128(38, 6))
+        write(tmp_path, weight=weights, timestamp=times)
+        assert read(tmp_path, "a.parquet")[:2] == ([("u0", "i0")], [SECONDS * 10**6 + 250_000])
+
+
+WORDS = ["NULL", "null", "\\N", "nan", "NaN", "None", "NA", "N/A", "NaT", "<NA>"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("kind", ["csv", pa.string(), pa.large_string(), pa.string_view(), "codes"])
+def test_a_word_for_nothing_is_no_id(tmp_path, word, kind):
+    users, items = [word, "u1", "u2", "u3"], ["i0", word, f"x{word}", word.replace("N", "Na") + "x"]
+    if kind == "csv":
+        rows = [f"{user},{item}" for user, item in zip(users, items, strict=True)]
+        (tmp_path / "a.csv").write_text("\n".join(["user,item", *rows]) + "\n")
+        name = "a.csv"
+    else:
+        columns = [
+            pa.array(each).dictionary_encode() if kind == "codes" else pa.array(each, kind)
+            for each in (users, items)
+        ]
+        pq.write_table(pa.table(columns, ["user", "item"]), tmp_path / "a.parquet")
+        name = "a.parquet"
+    pairs, _, told = read(tmp_path, name)
+    assert pairs == [("u2", f"x{word}"), ("u3", word.replace("N", "Na") + "x")]
+    assert {why: each["rows"] for why, each in told["reasons"].items()} == {
+        "user: no id": 1, "item: no id": 1,
+    }  # fmt: skip
+
+
+def test_a_word_for_nothing_names_no_row_of_a_feature_table(tmp_path):
+    table = pa.table({"user": ["a", "NULL", None], "age": [1, 2, 3]})
+    pq.write_table(table, tmp_path / "users.parquet")
+    ((ids, columns),) = read_features(tmp_path / "users.parquet", "user", ["age"])
+    assert ids.texts().to_pylist() == ["a"] and columns["age"].to_pylist() == [1]
+
+
+@pytest.mark.parametrize(
+    "texts", [["42.0", "7.0"], ["1.23457E+12"], ["42.0", "", "7.0"], ["42.00"]]
+)
+@pytest.mark.parametrize("kind", ["csv", pa.string(), pa.string_view()])
+def test_ids_that_a_program_made_fractions_of_are_refused_with_what_to_do(tmp_path, texts, kind):
+    if kind == "csv":
+        (tmp_path / "a.csv").write_text("user,item\n" + "".join(f"{text},i\n" for text in texts))
+    else:
+        write(tmp_path, user=pa.array(texts, kind))
+    with pytest.raises(SourceError, match=r"column 'user' holds ids such as .*Int64"):
+        read(tmp_path, "a.csv" if kind == "csv" else "a.parquet")
+
+
+def test_versions_among_ids_are_ids(tmp_path):
+    write(tmp_path, item=["4.0", "4.1", "5.0", "x"])
+    assert [item for _, item in read(tmp_path, "a.parquet")[0]] == ["4.0", "4.1", "5.0", "x"]
+
+
+def column_of_many(kind):
+    values = [f"{10**20 + number}" for number in range(40_000)]
+    if pa.types.is_decimal(kind):
+        return values, pa.array([Decimal(value) for value in values], kind)
+    return values, pa.array(values).cast(kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.string_view(), pa.large_string(), pa.decimal128(38, 0), pa.decimal128(38, 4), pa.decimal256(60, 0),
+        pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int32(), pa.large_string()),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_ids_of_every_type_are_texts_however_many_there_are(tmp_path, kind, use_dictionary):
+    values, column = column_of_many(kind)
+    table = pa.table({"user": column, "item": column})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=use_dictionary)
+    assert read(tmp_path, "a.parquet")[0] == [(value, value) for value in values]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["a", "b", "a"], pa.string_view()),
+        pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), pa.array(["a", "b"], pa.string_view())),
+        pa.RunEndEncodedArray.from_arrays([1, 2, 3], ["a", "b", "a"]),
+    ],
+)
+def test_ids_in_memory_may_be_views_or_runs(column):
+    ids, bad = read_ids(column, Path("given"), "who")
+    assert ids.texts().to_pylist() == ["a", "b", "a"] and not bad
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (pa.array([Decimal("1.5")]), "holds fractions; ids are strings or whole numbers"),
+        (pa.array([1.5]), "write the column as Int64"),
+        (pa.array([["a"]]), "a row for each of a list's values: in pandas explode"),
+        (pa.array([{"id": "a"}]), "the field that holds the id as a column of its own"),
+        (pa.array([b"a"], pa.large_binary()), "write the column as strings"),
+        (pa.array([b"a" * 16], pa.binary(16)), "write the column as strings"),
+        (pa.array([True]), "is it the column of ids"),
+        (pa.array([DAY]), "is it the column of ids"),
+    ],
+)
+def test_a_type_that_holds_no_ids_is_refused_with_what_to_do(column, said):
+    with pytest.raises(SourceError, match=said) as refused:
+        read_ids(column, Path("clicks.parquet"), "who")
+    assert "clicks.parquet" in str(refused.value) and "'who'" in str(refused.value)
+
+
+def test_a_weight_with_a_comma_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "a.csv").write_text("user;item;weight\nu;i;4,5\n")
+    with pytest.raises(SourceError, match="weights are numbers, with a point"):
+        read(tmp_path, "a.csv", separator=";")
+
+
+@pytest.mark.parametrize("name", ["timestamp", "weight"])
+@pytest.mark.parametrize("endings", [("csv", "csv"), ("parquet", "parquet"), ("csv", "parquet")])
+@pytest.mark.parametrize("lacks", [0, 1])
+def test_a_file_that_lacks_a_column_of_another_is_named(tmp_path, name, endings, lacks):
+    for number, ending in enumerate(endings):
+        columns = {} if number == lacks else {name: [SECONDS]}
+        if ending == "parquet":
+            write(tmp_path, f"{number}.parquet", user=["u"], item=["i"], **columns)
+        else:
+            head, row = ",".join(["user", "item", *columns]), f"u,i{f',{SECONDS}' * len(columns)}"
+            (tmp_path / f"{number}.csv").write_text(f"{head}\n{row}\n")
+    with pytest.raises(SourceError, match=rf"{lacks}\.\w+ has no column '{name}', .* has one"):
+        read(tmp_path, "*")
+    pairs, *_ = read(tmp_path, "*", **{f"{name}_column": ""})
+    assert pairs == [("u", "i")] * 2
+
+
+def test_a_new_file_is_held_against_those_that_a_night_does_not_read_again(tmp_path):
+    write(tmp_path, "a.parquet", timestamp=[SECONDS])
+    write(tmp_path, "b.parquet", weight=[1])
+    with pytest.raises(SourceError, match=r"b\.parquet has no column 'timestamp', .*a\.parquet"):
+        list(read_interactions(Sources(("*",)), tmp_path, skip=1))
+    assert not list(read_interactions(Sources(("*",)), tmp_path, skip=2))
+
+
+def test_lines_of_ids_have_no_times_that_another_file_has(tmp_path):
+    (tmp_path / "a.txt").write_text("u1 i1 i2\n")
+    write(tmp_path, "b.parquet", timestamp=[SECONDS])
+    with pytest.raises(SourceError, match=r"a\.txt has no column 'timestamp'"):
+        read(tmp_path, "*")
+
+
+@pytest.mark.parametrize("twice", ["user", "item", "timestamp", "weight"])
+def test_two_columns_of_one_name_are_refused(tmp_path, twice):
+    names = ["user", "item", "timestamp", "weight", twice, "note", "note"]
+    values = ["u", "i", str(SECONDS), "1", "1", "x", "y"]
+    (tmp_path / "a.csv").write_text(",".join(names) + "\n" + ",".join(values) + "\n")
+    pq.write_table(pa.table([[value] for value in values], names), tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        with pytest.raises(SourceError, match=rf"a\.\w+ has 2 columns '{twice}'"):
+            read(tmp_path, name)
+
+
+def test_two_columns_of_one_name_in_a_feature_table_are_refused(tmp_path):
+    path = tmp_path / "users.parquet"
+    pq.write_table(pa.table([["u"], [1], [2]], ["user", "age", "age"]), path)
+    with pytest.raises(SourceError, match="has 2 columns 'age'"):
+        list(read_features(path, "user", ["age"]))
+    with pytest.raises(SourceError, match="has 2 columns 'age'"):
+        feature_schema(path, ["age"])
+
+
+def test_features_may_be_views_and_codes(tmp_path):
+    path = tmp_path / "users.parquet"
+    table = pa.table(
+        {
+            "user": pa.array(["u"], pa.string_view()),
+            "city": pa.array(["Rome"], pa.string_view()),
+            "plan": pa.array(["free"]).dictionary_encode(),
+            "tags": pa.array([["a"]], pa.list_(pa.string_view())),
+        }
+    )
+    pq.write_table(table, path)
+    names = ["city", "plan", "tags"]
+    ((ids, columns),) = read_features(path, "user", names)
+    assert ids.texts().to_pylist() == ["u"]
+    assert [columns[name].to_pylist() for name in names] == [["Rome"], ["free"], [["a"]]]
+    for name in names:
+        assert columns[name].type == feature_schema(path).field(name).type
+        assert "view" not in str(columns[name].type)
+
+
+TABLES = [
+    "1\t2023-11-30T07:25:45Z\t30.01\t-97.01\t22001",
+    "1\ti2\tx\ty",
+    "196 242 3 881250949",
+    "196 242 3",
+    "u196 i242 3.5",
+    "u196 i242 2023-11-30 07:25:45",
+    "u196,i242,3",
+    "1::1193::5::978300760",
+    "u|i|3",
+]
+
+
+@pytest.mark.parametrize("line", TABLES)
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_text_file_of_rows_is_not_read_as_lines_of_ids(tmp_path, line, name):
+    raw = f"{line}\n".encode() * 40
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    with pytest.raises(SourceError, match=r'a\.txt.* has .*fields .*format = "csv".*"lines"'):
+        read(tmp_path, name)
+
+
+@pytest.mark.parametrize("line", [each for each in TABLES if len(each.split()) > 1])
+def test_what_settings_call_lines_are_lines(tmp_path, line):
+    (tmp_path / "a.txt").write_text(f"{line}\n" * 2)
+    assert len(read(tmp_path, "a.txt", format="lines")[0]) == 2 * (len(line.split()) - 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["u1 i1 i2\nu2 i3 i4\n", "1 10\n2 20\n", "1 2 3\n4 5 6 7\n8\n", "1 2 3\n", "1\ti1\n2\ti2\n"],
+)
+def test_lines_of_ids_are_read(tmp_path, text):
+    (tmp_path / "a.txt").write_text("\ufeff" + text)
+    expected = [
+        (words[0], item)
+        for line in text.splitlines()
+        for words in [line.split()]
+        for item in words[1:]
+    ]
+    assert read(tmp_path, "a.txt")[0] == expected
+
+
+def test_a_byte_order_mark_of_compressed_lines_is_skipped(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("\ufeffu1 i1 i2\n".encode()))
+    assert read(tmp_path, "a.txt.gz")[0] == [("u1", "i1"), ("u1", "i2")]
+
+
+def test_numpy_is_not_asked_for_objects(tmp_path):
+    """Decimals of times become numbers in one go, a million of them in no time."""
+    times = pa.array(np.full(1_000, SECONDS)).cast(pa.decimal128(38, 9))
+    write(tmp_path, timestamp=times)
+    assert read(tmp_path, "a.parquet")[1] == [SECONDS * 10**6] * 1_000
