@@ -8,6 +8,7 @@ TOPK, COLUMNS = "cache/topk/native", "cache/native"
 HEADERS = {
     TOPK: ("exact", "state", "candidates", "passes", "block"),
     COLUMNS: (
+        "announced",
         "taken",
         "products",
         "dots",

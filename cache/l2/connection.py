@@ -12,6 +12,7 @@ from redis.asyncio.connection import AbstractConnection
 from cache.errors import TierUnavailable
 from cache.l2.replies import Frames, stride
 from cache.native import loader
+from cache.resp.bounded_reader import RECORD_REPLIES, refusal, scanner_of
 
 Replies = Sequence[Any]
 _MORE = object()
@@ -53,6 +54,7 @@ class PipelineConnection(asyncio.Protocol):
         self.redis_connection = opened
         self._lost = lost
         self._reader = hiredis.Reader(notEnoughData=_MORE)
+        self._scanner = scanner_of(RECORD_REPLIES)
         self._replies: list[Any] = []
         self._held = b""
         self._pipelines: deque[Pipeline] = deque()
@@ -94,6 +96,9 @@ class PipelineConnection(asyncio.Protocol):
             data = self._take_frames(data)
             if not data:
                 return
+        if not self._scanner.admits(data):
+            self.abort(TierUnavailable(refusal(RECORD_REPLIES), reason="connection"))
+            return
         try:
             self._reader.feed(data)
             while self._pipelines:

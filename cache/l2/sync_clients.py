@@ -1,6 +1,7 @@
 """Synchronous clients of one server or of a Redis Cluster, and the servers behind a client."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import redis
@@ -12,6 +13,7 @@ from redis.retry import Retry
 from cache.l2.sentinel.primary import pool_of
 from cache.l2.sentinel.url import is_sentinel
 from cache.l2.slots import SLOTS, address_of, is_cluster, join_address, seed_urls
+from cache.resp.parsers import BOUNDED
 
 RETRIES = 2
 """Times that a command is sent again after an error, each time by a new slot map."""
@@ -34,6 +36,8 @@ class Cluster(RedisCluster):
             require_full_coverage=False,
             retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), RETRIES),
             maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            # Of the settings of a parser redis-py hands none on to the connections to nodes.
+            connection_pool_class=partial(redis.ConnectionPool, **BOUNDED),
             **settings,
         )
 
@@ -57,9 +61,9 @@ def open_client(url: str, **settings: Any) -> "redis.Redis":
     Raises ConfigError or ValueError for a URL that cannot be used, redis-py's errors when no node of a cluster answers.
     """
     if is_sentinel(url):
-        return redis.Redis.from_pool(pool_of(url, **settings))
+        return redis.Redis.from_pool(pool_of(url, **settings, **BOUNDED))
     if not is_cluster(url):
-        return redis.Redis.from_url(url, **settings)
+        return redis.Redis.from_url(url, **settings, **BOUNDED)
     settings.pop("retry", None)
     return cast("redis.Redis", Cluster(url, settings))
 
@@ -82,7 +86,7 @@ def another(client: "redis.Redis", pool: Pool = redis.ConnectionPool, **changes:
     url, settings = client.named
     again = Cluster(url, {**settings, **changes})
     nodes = again.nodes_manager
-    nodes.connection_pool_class = pool
+    nodes.connection_pool_class = partial(pool, **BOUNDED)
     for node in nodes.nodes_cache.values():
         if node.redis_connection is not None:
             disconnect(node.redis_connection)

@@ -34,6 +34,7 @@ from cache.l2.pool import SECOND_LOOK_S, PipelinePool, deadline_for
 from cache.l2.replies import Frames
 from cache.l2.sentinel.primary import async_pool_of
 from cache.l2.sentinel.url import is_sentinel
+from cache.resp.parsers import ASYNC_BOUNDED
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class RemoteTier:
             socket_connect_timeout=config.connect_timeout_s,
             socket_timeout=config.control_timeout_s,
             max_connections=_CONTROL_MAX,
+            **ASYNC_BOUNDED,
         )
         self.pool = PipelinePool(pool, config.deadline_s, config.connections_max)
         self.control = ServerControl(keyspace, pool, self.pool.renew)

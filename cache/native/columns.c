@@ -1,4 +1,5 @@
 /* What a batch of stored records costs per record, compiled; cache/native/loader.py says what stands in where it is not. */
+#include "announced.h"
 #include "answers.h"
 #include "dots.h"
 #include "flights.h"
@@ -18,6 +19,19 @@ static PyType_Slot parts_slots[] = {
 };
 
 static PyType_Spec parts_spec = {"cache.native._columns.HashParts", sizeof(parts_object), 0, Py_TPFLAGS_DEFAULT, parts_slots};
+
+static PyMethodDef scanner_methods[] = {
+    {"admits", (PyCFunction)scanner_admits, METH_O, "Whether nothing up to here announces more than the bounds."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot scanner_slots[] = {
+    {Py_tp_dealloc, scanner_dealloc}, {Py_tp_new, scanner_new}, {Py_tp_methods, scanner_methods}, {0, NULL},
+};
+
+static PyType_Spec scanner_spec = {
+    "cache.native._columns.ReplyScanner", sizeof(scanner_object), 0, Py_TPFLAGS_DEFAULT, scanner_slots,
+};
 
 static PyMethodDef methods[] = {
     {"hashes", hashes, METH_VARARGS, "64-bit xxh3 of each id; None if one is too long."},
@@ -51,7 +65,8 @@ static int add_all(PyObject *module) {
         "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "payload", HEADER, "fingerprint", FINGERPRINT_AT, "count", COUNT_AT, "flags",
         FLAGS_AT, "exponent", EXPONENT_AT, "format_shift", FORMAT_SHIFT, "numeral", NUMERAL, "dropped_bits", DROPPED);
     if (add(module, "LAYOUT", layout) || add(module, "HashParts", PyType_FromSpec(&parts_spec))) return -1;
-    return PyModule_AddIntConstant(module, "VERSION", 4);
+    if (add(module, "ReplyScanner", PyType_FromSpec(&scanner_spec))) return -1;
+    return PyModule_AddIntConstant(module, "VERSION", 5);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_all}, {0, NULL}};

@@ -21,6 +21,14 @@ from cache.format.records.quantization import dequantize
 Buffer = Any
 """An object that lends its bytes as one contiguous buffer for the length of a call."""
 _INT32_MAX = 2**31 - 1
+_BULK, _PAIRS = (b"$", b"="), (b"%", b"|")
+_SIZED = (*_BULK, *_PAIRS, b"*", b"~", b">")
+"""First bytes of replies whose header is a number: of bytes, of pairs, or of elements."""
+_DIGITS_MAX = 19
+"""Digits of a header's number that are read: one with more is beyond every bound already."""
+_BOUND_MAX = 1 << 48
+_HEADER_BYTES = 64
+"""Digits from which on the parser, too, takes a header for no number."""
 DENSE = 2
 """Number of rows to a chosen one, below which all are multiplied: rows cost more to gather than to read on."""
 
@@ -61,6 +69,55 @@ class HashParts:
         parts = self._starts.searchsorted(at, "right") - 1
         pages, slots = np.divmod(at - self._starts[parts], per_page)
         return pages + np.frombuffer(first_pages, np.int64)[parts], slots * size_bytes
+
+
+class ReplyScanner:
+    """What replies of a server announce, read before a parser makes room for it, wherever they are cut.
+
+    `elements` are those that one reply may announce, nested ones included, `payload` the bytes of one string.
+    """
+
+    def __init__(self, elements: int, payload: int, /) -> None:
+        if not (0 <= elements <= _BOUND_MAX and 0 <= payload <= _BOUND_MAX):
+            raise ValueError("no such bounds")
+        self._elements, self._payload = elements, payload
+        self._skip = self._open = self._announced = 0
+        self._header = b""
+        self._is_refused = False
+
+    def admits(self, data: Buffer, /) -> bool:
+        """False from the first byte on with which something announces more than the bounds."""
+        data = self._header + bytes(data)
+        at, end, self._header = 0, len(data), b""
+        while at < end and not self._is_refused:
+            passed = min(self._skip, end - at)
+            self._skip -= passed
+            at += passed
+            if at == end:
+                break
+            if (stop := data.find(b"\r\n", at)) < 0:
+                # Of a long line, which announces nothing, it only matters whether the next byte ends it.
+                is_long = end - at > _HEADER_BYTES + len(b"\r\n")
+                self._header = b"+" + data[-1:] if is_long else data[at:]
+                break
+            self._is_refused = not self._judge(data[at : at + 1], data[at + 1 : stop])
+            at = stop + 2
+        return not self._is_refused
+
+    def _judge(self, kind: bytes, text: bytes) -> bool:
+        """True if what a whole header announces is within the bounds; then counts it."""
+        if not self._open:
+            self._open, self._announced = 1, 0
+        self._open -= 1
+        if kind not in _SIZED or not text.isdigit() or len(text) >= _HEADER_BYTES:
+            return True
+        number = int(text.lstrip(b"0")[:_DIGITS_MAX] or b"0")
+        if kind in _BULK:
+            self._skip = number + 2
+            return number <= self._payload
+        self._announced += number
+        self._open += 2 * number if kind in _PAIRS else number
+        return self._announced <= self._elements
 
 
 def _found(part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:

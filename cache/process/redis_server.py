@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -21,6 +22,7 @@ from redis.retry import Retry
 from cache.errors import ConfigError
 from cache.process.child_process import Guarded
 from cache.process.extras import install_command
+from cache.resp.parsers import BOUNDED
 
 # What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
 # rebuild it, and only keys with an expiry (overlays) may be evicted.
@@ -127,7 +129,8 @@ def _write_for_us(path: Path, text: str) -> Path:
 def _process_id(url: str) -> int | None:
     # Without a retry: redis-py's own would wait seconds on a port that nobody holds yet.
     never = Retry(NoBackoff(), 0)
-    with redis.Redis.from_url(url, socket_timeout=1.0, protocol=2, retry=never) as client:
+    settings: dict[str, Any] = {"socket_timeout": 1.0, "protocol": 2, "retry": never, **BOUNDED}
+    with redis.Redis.from_url(url, **settings) as client:
         try:
             return int(client.info("server")["process_id"])
         except redis.RedisError:

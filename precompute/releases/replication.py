@@ -12,6 +12,7 @@ from redis.retry import Retry
 from cache.errors import Conflict
 from cache.format.manifest import GENERATION
 from cache.l2.sync_clients import masters
+from cache.resp.parsers import bound_replies
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
 from precompute.releases.release_log import ReleaseLog
@@ -125,10 +126,11 @@ def _ask(client: "redis.Redis", host: str, port: int) -> str:
     }
     is_ssl = issubclass(pool.connection_class, redis.SSLConnection)
     try:
-        with redis.Redis(
+        client = redis.Redis(
             host=host, port=port, ssl=is_ssl, socket_timeout=CONNECT_S,
             socket_connect_timeout=CONNECT_S, retry=Retry(NoBackoff(), 0), **options,
-        ) as replica:  # fmt: skip
+        )  # fmt: skip
+        with bound_replies(client) as replica:
             info: Any = replica.info("server")
             return str(info.get("run_id", ""))
     except (redis.exceptions.RedisError, OSError):

@@ -16,6 +16,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, Respon
 from cache.config.events import Durability
 from cache.errors import ConfigError, LarderError
 from cache.events.accept import FULL, SCRIPT
+from cache.resp.parsers import ASYNC_BOUNDED
 from serving.events.durability import FoundDurability, durability_of
 
 Command = tuple[bytes | str | int | float, ...]
@@ -61,6 +62,7 @@ class EventsRedis:
                 max_connections=CONNECTIONS_MAX,
                 retry=Retry(NoBackoff(), 0),
                 redis_connect_func=self._greet,
+                **ASYNC_BOUNDED,
             )
         except ValueError as error:
             raise ConfigError(f"events_url cannot be used: {error}", field="events_url") from error

@@ -17,6 +17,7 @@ from cache.events.accept import entry_of
 from cache.events.event import Event
 from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
+from cache.resp.parsers import ASYNC_BOUNDED
 from cache.store.blocklist import Blocklist
 from serving.answers.reasons import Stale
 from serving.fresh.newer_events import NO_LIMIT, NewerEvents
@@ -99,7 +100,11 @@ class EventFollower:
     async def connected(self) -> AsyncIterator[Redis]:
         """A connection of its own, whose reads may wait."""
         client = Redis.from_url(
-            self._url, protocol=2, socket_timeout=_SILENT_S, retry=Retry(NoBackoff(), 0)
+            self._url,
+            protocol=2,
+            socket_timeout=_SILENT_S,
+            retry=Retry(NoBackoff(), 0),
+            **ASYNC_BOUNDED,
         )
         try:
             asked_at = self._timer()

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    "cache", "cache.mrc", "cache.control", "cache.format.records", "cache.native", "cache.process", "cache.format",
+    "cache", "cache.mrc", "cache.control", "cache.format.records", "cache.native", "cache.resp", "cache.process", "cache.format",
     "cache.store", "cache.l2.sentinel", "cache.l2", "cache.config", "cache.l2.cluster", "cache.model",
     "cache.topk", "cache.events", "cache.filters", "cache.tiers",
     "serving.arrow_ipc", "serving.answers", "serving.tracing", "serving.requests", "serving.access", "serving.client",

@@ -1,4 +1,4 @@
 """Redis under Sentinel: URLs that name the sentinels, and connections that ask them for the primary as they open.
 
-Imports cache.errors alone. Start at `url`.
+Imports cache.errors and cache.resp. Start at `url`.
 """

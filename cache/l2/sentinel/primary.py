@@ -16,6 +16,7 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from cache.l2.sentinel.url import SentinelGroup, is_tls, read_url
+from cache.resp.parsers import bound_replies
 
 ASK_S: Final = 0.5
 """Seconds that one sentinel may take, before the next is asked."""
@@ -33,6 +34,8 @@ class PrimaryConnection(redis.Connection):
         asked = {**_patience(), "retry": Retry(NoBackoff(), 0), **group.settings}
         # One for each connection: redis-py's puts its sentinels in another order as it asks, and threads share none.
         with Sentinel(group.addresses, sentinel_kwargs=asked) as sentinels:  # type: ignore[no-untyped-call]
+            for client in sentinels.sentinels:
+                bound_replies(client)
             try:
                 self.host, self.port = sentinels.discover_master(group.service)
             except MasterNotFoundError as error:
@@ -55,6 +58,8 @@ class AsyncPrimaryConnection(Connection):
         group = self._sentinels
         asked = {**_patience(), "retry": AsyncRetry(NoBackoff(), 0), **group.settings}
         async with AsyncSentinel(group.addresses, sentinel_kwargs=asked) as sentinels:  # type: ignore[no-untyped-call]
+            for client in sentinels.sentinels:
+                bound_replies(client)
             try:
                 self.host, self.port = await sentinels.discover_master(group.service)
             except AsyncMasterNotFoundError as error:

@@ -134,6 +134,30 @@ def test_replies_are_judged_alike_wherever_they_end_and_whatever_is_wrong(
         assert judged == loader.kernels.could_be(came, count, length)
 
 
+RESP = st.lists(
+    st.sampled_from(
+        [
+            b"*3\r\n", b"%2\r\n", b"|1\r\n", b">7\r\n", b"$4\r\n", b"=4\r\n", b"$99\r\n", b"$-1\r\n", b"*0009\r\n",
+            b"*99999999999999999999\r\n", b"~+1\r\n", b"+a\rb\r\n", b":1\r\n", b"\r\n", b"\r", b"\n", b"*", b"1",
+        ]
+    ),
+    max_size=12,
+).map(b"".join)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    pieces=st.lists(RESP | st.binary(max_size=4) | st.just(b"*" + b"0" * 62), max_size=8),
+    bounds=st.tuples(st.integers(0, 40), st.integers(0, 50)),
+)
+def test_replies_are_admitted_alike_wherever_they_are_cut(
+    pieces: list[bytes], bounds: tuple[int, int]
+) -> None:
+    ours, theirs = COLUMNS.ReplyScanner(*bounds), pure.ReplyScanner(*bounds)
+
+    assert [ours.admits(piece) for piece in pieces] == [theirs.admits(piece) for piece in pieces]
+
+
 @settings(deadline=None)
 @given(
     count=st.integers(1, 6),
@@ -204,13 +228,14 @@ def test_keys_enter_and_leave_alike(there: dict[int, object], keys: list[int]) -
 @settings(deadline=None, max_examples=300)
 @given(
     name=st.sampled_from(
-        [*(name for name in dir(COLUMNS) if name[:1].islower()), "find", "places"]
+        [*(name for name in dir(COLUMNS) if name[:1].islower()), "find", "places", "admits"]
     ),
     given_=st.lists(HOSTILE, min_size=1, max_size=14),
 )
 def test_nothing_that_is_handed_over_can_break_it(name: str, given_: list[Any]) -> None:
     parts = COLUMNS.HashParts((0, 5), (bytes(16), bytes(8)))
-    call = getattr(parts if name in ("find", "places") else COLUMNS, name)
+    methods = {"find": parts, "places": parts, "admits": COLUMNS.ReplyScanner(9, 9)}
+    call = getattr(methods.get(name, COLUMNS), name)
 
     with_errors(call, *given_)
 
@@ -241,6 +266,7 @@ def test_nothing_of_the_right_kind_but_the_wrong_size_can_break_it(data: st.Data
     with_errors(getattr(COLUMNS, name), *(data.draw(each) for each in shapes[name]))
     parts = COLUMNS.HashParts((0, 5), (bytes(16), bytes(8)))
     with_errors(parts.places, *(data.draw(each) for each in (raw, raw, number, number)))
+    with_errors(COLUMNS.ReplyScanner, data.draw(number), data.draw(number))
 
 
 def with_errors(call: Any, *given_: Any) -> None:

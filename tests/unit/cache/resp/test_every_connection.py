@@ -1,0 +1,34 @@
+"""No module opens a connection of redis-py's whose replies are unbounded."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+FOLDERS = ("cache", "serving", "precompute", "infra", "dags")
+
+
+def test_no_other_connection_is_opened() -> None:
+    """Modules that make a client or a pool of redis-py's name a bounded parser."""
+    files = [
+        file
+        for folder in ("cache", "serving", "precompute", "infra", "dags")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if "redis" in (text := file.read_text()) and "cache.resp.parsers" not in text
+    ]
+    unbounded = [
+        f"{file.relative_to(ROOT)}:{call.lineno}"
+        for file in files
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and _opens(call)
+    ]
+    assert unbounded == []
+
+
+def _opens(call: ast.Call) -> bool:
+    """True for `Redis(host)`, `redis.Redis.from_url(url)`, `ConnectionPool(...)`, not for one over a pool."""
+    words = ast.unparse(call.func).split(".")
+    if any(keyword.arg == "connection_pool" for keyword in call.keywords):
+        return False
+    return words[-1] in ("Redis", "ConnectionPool", "RedisCluster") or (
+        words[-1] == "from_url" and words[-2] in ("Redis", "ConnectionPool", "RedisCluster")
+    )
