@@ -21,8 +21,8 @@ class BoundedParser(_HiredisParser):
 
     def on_connect(self, connection: Any, **settings: Any) -> None:
         """Starts to read from a connection that was just opened."""
-        super().on_connect(connection, **settings)
-        self._reader = _reader(self, connection)  # type: ignore[assignment]
+        super().on_connect(connection, **settings)  # type: ignore[no-untyped-call]
+        self._reader = _reader(self, connection)
 
 
 class AsyncBoundedParser(_AsyncHiredisParser):
