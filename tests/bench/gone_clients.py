@@ -1,0 +1,191 @@
+"""What clients that give up cost a ready answer and a health probe, beside as many clients that wait.
+
+- `l1_p99_of_4`, `l1_p99_of_16`: 99th percentile of the time that a keep-alive client waits for ids in L1, with so many
+  clients that post 40 strangers and 20 known ids, close their connection 4 ms later and begin again, over the same with
+  clients that wait for their answers (at most 2 is wanted). Both alternate in one service.
+- `health_of_4`, `health_of_16`: the slowest `GET /healthz`, on a connection of its own, of all runs with clients that
+  leave, in ms over 200 ms (at most 1 is wanted).
+
+Clients are a process each, as many callers are: on a machine of two cores they share one of them, so that what the
+service gets is what that core can send. A/A is the second half of the runs with patient clients over the first.
+"""
+
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from http.client import HTTPConnection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+
+from tests.bench.read_path import TABLE, make_case
+from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
+from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.place import cores_at_start, own_server
+from tests.integration.nights import environment
+
+CLIENTS = (4, 16)
+READY_IDS = 200
+PROBE_MS = 200.0
+_PAUSE_S, _PROBE_PAUSE_S = 0.005, 0.1
+_TOLERANCE = 0.5
+"""A/A of a 99th percentile beside processes that share a core differs by so much; the margin is a factor of two."""
+
+
+class Run(NamedTuple):
+    """What ready answers and health probes took in ms, and what clients were told."""
+
+    p99_ms: float
+    slowest_ms: float
+    health_ms: float
+    requests: int
+    answered: int
+
+
+class Bench(NamedTuple):
+    """The service, ids that it knows, and the length of a run."""
+
+    larder: Program
+    ids: Sequence[str]
+    ids_file: Path
+    seconds: float
+
+    def run(self, clients: int, mode: str) -> Run:
+        """Ready answers and health probes beside so many clients."""
+        where = urlsplit(self.larder.url)
+        started = [
+            subprocess.Popen(
+                [*_prefix(), sys.executable, "-m", "tests.bench.tools.leaving_clients", str(where.hostname),
+                 str(where.port), str(seed), str(self.seconds), mode, str(self.ids_file)],
+                stdout=subprocess.PIPE, text=True,
+            )
+            for seed in range(clients)
+        ]  # fmt: skip
+        ended, probes = threading.Event(), list[float]()
+        probing = threading.Thread(target=self._probe, args=(ended, probes))
+        probing.start()
+        try:
+            took = self._ask(self.seconds + 0.5)
+        finally:
+            said = [client.communicate()[0] for client in started]
+            ended.set()
+            probing.join()
+        counts = [[int(word) for word in line.split()] for line in said]
+        return Run(
+            round(float(np.percentile(took, 99, method="higher")), 3),
+            round(max(took), 1),
+            round(max(probes), 1),
+            sum(requests for requests, _, _ in counts),
+            sum(answered for _, answered, _ in counts),
+        )
+
+    def warm(self) -> None:
+        """Ask for every id, so that all are ready."""
+        for _ in range(2):
+            for name in self.ids:
+                urllib.request.urlopen(f"{self.larder.url}{_path(name)}", timeout=30).read()
+
+    def shed(self) -> str:
+        """Counts of `larder_shed_total` by stage."""
+        with urllib.request.urlopen(f"{self.larder.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line.split() for line in lines if line.startswith("larder_shed_total{")]
+        return " ".join(f"{name.split(chr(34))[1]}={float(count):g}" for name, count in found)
+
+    def _ask(self, seconds: float) -> list[float]:
+        where, draw = urlsplit(self.larder.url), random.Random(1)
+        connection = HTTPConnection(str(where.hostname), where.port, timeout=60)
+        took, until = list[float](), time.monotonic() + seconds
+        while time.monotonic() < until:
+            began = time.perf_counter()
+            connection.request("GET", _path(draw.choice(self.ids)))
+            connection.getresponse().read()
+            took.append(1000 * (time.perf_counter() - began))
+            time.sleep(_PAUSE_S)
+        connection.close()
+        return took
+
+    def _probe(self, ended: threading.Event, took: list[float]) -> None:
+        while not ended.wait(_PROBE_PAUSE_S):
+            began = time.perf_counter()
+            urllib.request.urlopen(f"{self.larder.url}/healthz", timeout=60).read()
+            took.append(1000 * (time.perf_counter() - began))
+
+
+def _path(name: str) -> str:
+    return f"/v1/lookup/{TABLE}/{quote(name)}?k=20"
+
+
+def _prefix() -> list[str]:
+    """Clients leave the service its core, where there are several."""
+    if len(cores_at_start) < 2:
+        return []
+    return ["taskset", "-c", ",".join(map(str, cores_at_start[1:]))]
+
+
+def measure(report: Report, bench: Bench, rounds: int) -> None:
+    """Runs with clients that wait and with clients that leave, in turns."""
+    bench.run(CLIENTS[0], "leave")
+    for clients in CLIENTS:
+        runs: dict[str, list[Run]] = {"wait": [], "leave": []}
+        for number in range(rounds):
+            for mode in ("wait", "leave") if number % 2 == 0 else ("leave", "wait"):
+                run = bench.run(clients, mode)
+                runs[mode].append(run)
+                print(f"{clients} that {mode}: {run}", file=sys.stderr, flush=True)
+        patient, gone = ([run.p99_ms for run in runs[mode]] for mode in ("wait", "leave"))
+        half = rounds // 2
+        report.ratios[f"l1_p99_of_{clients}"] = Ratio(
+            round(statistics.median(gone) / statistics.median(patient), 3),
+            round(statistics.median(patient[half:]) / statistics.median(patient[:half]), 3),
+            rounds, statistics.median(gone), statistics.median(patient), _TOLERANCE,
+        )  # fmt: skip
+        health_ms = max(run.health_ms for run in runs["leave"])
+        report.ratios[f"health_of_{clients}"] = Ratio(
+            round(health_ms / PROBE_MS, 3), 1.0, rounds, health_ms, PROBE_MS
+        )
+        for mode in runs:
+            for name in ("slowest_ms", "health_ms"):
+                report.figures[f"{clients} that {mode}: worst {name}"] = max(
+                    getattr(run, name) for run in runs[mode]
+                )
+            report.figures[f"{clients} that {mode}: requests, answered"] = (
+                f"{sum(run.requests for run in runs[mode])}, {sum(run.answered for run in runs[mode])}"
+            )
+        quick = "runs of two seconds have few requests in their slowest hundredth"
+        report.promises[f"l1_p99_of_{clients}"] = Promise(most=2.0, quick=quick)
+        report.promises[f"health_of_{clients}"] = Promise(most=1.0)
+    report.figures["shed"] = bench.shed()
+
+
+def main() -> None:
+    """Measure and report."""
+    options: Options = parse(__doc__ or "")
+    report = Report("gone_clients", ("fastapi", "uvicorn", "uvloop"))
+    with own_server() as redis, TemporaryDirectory(prefix="larder-bench-") as name:
+        folder = Path(name)
+        case = make_case(folder, redis.url, quick=True)
+        ids = case.users[:READY_IDS]
+        ids_file = folder / "ids"
+        ids_file.write_text("\n".join(case.users))
+        installed = {"LARDER_DEADLINE_MS": "300", "LARDER_L2_DEADLINE_MS": "75"}
+        serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "error"]
+        env = {**environment(case.night), **installed}
+        with program(serve, folder / "serving.log", env) as larder:
+            report.figures["service"] = place(larder)
+            bench = Bench(larder, ids, ids_file, 2.0 if options.quick else 6.0)
+            bench.warm()
+            measure(report, bench, options.rounds)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()
