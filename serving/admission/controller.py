@@ -8,11 +8,12 @@ from collections import Counter
 from typing import Literal
 
 from serving.admission.codel import Valve
+from serving.admission.work_pacer import WorkPacer
 
-Stage = Literal["live", "queue", "late", "full"]
-STAGES: tuple[Stage, ...] = ("live", "queue", "late", "full")
+Stage = Literal["live", "queue", "late", "full", "gone"]
+STAGES: tuple[Stage, ...] = ("live", "queue", "late", "full", "gone")
 """Kinds of shed work: an inference; a request that would cost much while leaving live out is not enough; one whose
-deadline is gone before its turn; one beyond `requests_max`.
+deadline is over before its answer; one beyond `requests_max`; one whose client has closed the connection.
 """
 
 LEFT_OUT = 0.05
@@ -34,6 +35,7 @@ class Admission:
         self.costly = Valve(target_s, interval_s)
         self.requests_max = requests_max
         self.under_way = 0
+        self.work = WorkPacer()
         self.shed: Counter[Stage] = Counter(dict.fromkeys(STAGES, 0))
 
     def enter(self) -> bool:
@@ -60,9 +62,12 @@ class Admission:
         """True if requests stand before the loop, so that some may be too late."""
         return self.loop.wait > self.loop.target
 
-    def is_late(self, deadline_s: float) -> bool:
-        """Returns whether a request with so much time has spent it all before its turn; then it is counted as shed."""
-        if self.loop.wait < deadline_s:
+    def is_late(self, deadline_s: float, waited_s: float = 0.0) -> bool:
+        """Returns whether a request with so much time has spent it all before its turn; then it is counted as shed.
+
+        `waited_s` is what it has spent for certain; the loop's standing queue may be longer.
+        """
+        if max(self.loop.wait, waited_s) < deadline_s:
             return False
         self.shed["late"] += 1
         return True
@@ -80,7 +85,11 @@ class Admission:
         return self.loop.share * self.model.share
 
     def observe(self, turn_s: float, model_wait: float, now: float) -> None:
-        """Samples both queues: seconds of a turn, and the part of its time that the model's oldest input has waited."""
+        """Samples both queues: seconds of a turn, and the part of its time that the model's oldest input has waited.
+
+        What waits for its turn in the pacer waits for the loop, too.
+        """
+        turn_s = max(turn_s, self.work.waited_s())
         self.loop.observe(turn_s, now)
         target = self.costly.target
         stands = self.loop.share <= LEFT_OUT or turn_s > URGENT * target

@@ -25,7 +25,9 @@ class Lateness:
     headers: Headers
     limits: Limits
 
-    def is_late(self, scope: MutableMapping[str, Any], body: bytes | None = b"") -> bool:
+    def is_late(
+        self, scope: MutableMapping[str, Any], body: bytes | None = b"", waited_s: float = 0.0
+    ) -> bool:
         """True if late, and counted as shed; never one refused for what it says, or whose body is too long (None)."""
         by_headers = self.headers.deadline_s(scope["headers"])
         if by_headers is None or body is None or not caller_of(scope).is_known:
@@ -34,7 +36,7 @@ class Lateness:
             own = self._own_s(scope, body)
         except Problem:
             return False
-        return self.admission.is_late(min(by_headers, own))
+        return self.admission.is_late(min(by_headers, own), waited_s)
 
     def read(self, scope: MutableMapping[str, Any], body: bytes) -> None:
         """Reads a body that tells its deadline, for `is_late` to find; counts nothing, so that any thread may do it."""

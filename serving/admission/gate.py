@@ -42,11 +42,15 @@ class AdmissionGate:
         """Returns whether the headers are those of a plain lookup."""
         return self.headers.deadline_s(headers) is not None
 
-    def is_late(self, scope: Scope, body: bytes | None) -> bool:
+    def is_late(self, scope: Scope, body: bytes | None, waited_s: float = 0.0) -> bool:
         """True if the time of a request is gone before its turn; counted."""
-        return self.lateness.is_late(scope, body)
+        return self.lateness.is_late(scope, body, waited_s)
 
-    async def late(self, scope: Scope, receive: Receive) -> Receive | None:
+    def may_be_late(self, waited_s: float) -> bool:
+        """True if a request waited so long, or stands before such a queue, that its deadline is to be looked at."""
+        return self.admission.is_behind or waited_s > self.admission.loop.target
+
+    async def late(self, scope: Scope, receive: Receive, waited_s: float = 0.0) -> Receive | None:
         """From where a request can be read that came to a standing queue; None for one that is too late.
 
         Raises Problem for a body too slow.
@@ -58,7 +62,7 @@ class AdmissionGate:
             body, receive = await self.body(scope, receive)
             if body is not None and len(body) > LARGE:
                 await beside(body, functools.partial(self.lateness.read, scope, body))
-        return None if self.is_late(scope, body) else receive
+        return None if self.is_late(scope, body, waited_s) else receive
 
     async def body(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
         """Reads the body within the service's bounds; None if too long or unended, and a `receive` to replay it."""

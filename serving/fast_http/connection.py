@@ -9,6 +9,7 @@ import asyncio
 import functools
 import logging
 import re
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -17,6 +18,7 @@ from starlette.types import Message, Scope
 from cache.config.peers import Bounds
 from serving.access.callers import STRANGER, Caller
 from serving.access.quota import Quota
+from serving.admission.work_pacer import IS_GONE
 from serving.fast_http.asgi_exchange import Cycle
 from serving.fast_http.connections import Connections
 from serving.fast_http.header_cache import BLOCK_BYTES_MAX, Allowed, Blocks, without_length
@@ -30,6 +32,8 @@ from serving.requests.negotiation import JSON_TYPE
 from serving.tracing.request_context import CALLER
 
 _TYPE = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
+_CLOSE_WAIT = 8
+"""State of a TCP connection, in the kernel's numbers, whose peer has closed its side."""
 _OWN_HEADERS = 2
 """Headers of an answer that nobody watched: its length and its type."""
 _TARGET = re.compile(rb'[!"$-~]{1,8192}')
@@ -67,6 +71,16 @@ class LookupConnection(Connection):
         self._cycle: Cycle | None = None
         self._caller: Caller = STRANGER
         super().__init__(shared.connections, *given, **named)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Opens the connection; while work waits, one whose peer has closed it already ends before it is read."""
+        gate = self._shared.front.gate
+        if gate is not None and gate.admission.work.is_backlogged and has_closed(transport):
+            gate.admission.shed["gone"] += 1
+            self.transport = transport
+            transport.abort()
+            return
+        super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         """Answers a piece that is one whole lookup past uvicorn; what comes behind one waits, the rest is uvicorn's."""
@@ -151,7 +165,7 @@ class LookupConnection(Connection):
         path, _, query = target.partition(b"?")
         scope = {
             "method": "GET", "raw_path": path, "query_string": query, "headers": allowed.headers,
-            CALLER: allowed.caller,
+            CALLER: allowed.caller, IS_GONE: self.transport.is_closing,
         }  # fmt: skip
         front = self._shared.front
         asked = told = None
@@ -254,6 +268,7 @@ class LookupConnection(Connection):
             "raw_path": self.root_path.encode() + path,
             "query_string": query,
             CALLER: allowed.caller,
+            IS_GONE: self.transport.is_closing,
         }
         if is_judged:
             scope[ADMITTED] = True
@@ -278,6 +293,16 @@ class LookupConnection(Connection):
             self._write(head, body)
         else:
             self._respond(start, body)
+
+
+def has_closed(transport: asyncio.Transport) -> bool:
+    """Returns whether the peer has closed its side, whatever it sent before; False where the system does not say."""
+    opened = transport.get_extra_info("socket")
+    try:
+        state: int = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    except (AttributeError, OSError):
+        return False
+    return state == _CLOSE_WAIT
 
 
 def answered(body: bytes) -> tuple[Message, bytes]:

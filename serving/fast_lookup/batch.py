@@ -11,6 +11,7 @@ from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_bytes import Named
 from cache.tiers.batches import Rows, Wants
 from cache.tiers.results import Found, Outcome, Tier, Want
+from serving.admission.work_pacer import go_on
 from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Turn
@@ -21,6 +22,7 @@ from serving.rendering.arrow_rows import items_of, resolved_stream
 from serving.rendering.batch_result import Lookup, Resolved
 from serving.rendering.json_batch import plain, texts_of
 from serving.rendering.json_single import Marks
+from serving.requests.errors import Problem
 from serving.requests.models import RequestedEntity
 from serving.tracing.request_context import note
 from serving.usage.answer_sampling import Pick
@@ -47,7 +49,7 @@ class Batches:
         texts: list[bytes] = []
         for start in range(0, len(resolved.places), _SLICE):
             if start:
-                await asyncio.sleep(0)
+                await self._go_on(lookup)
             texts += self._texts(lookup, resolved, slice(start, start + _SLICE))
         if resolved.answers:
             by_place = dict(zip(resolved.places.tolist(), texts, strict=True))
@@ -62,10 +64,17 @@ class Batches:
         items: list[Named] = []
         for start in range(0, len(resolved.places), _SLICE):
             if start:
-                await asyncio.sleep(0)
+                await self._go_on(lookup)
             items.append(items_of(lookup, resolved, slice(start, start + _SLICE)))
         stale = self._service.follower.stale
         return resolved_stream(lookup, resolved, items, self._clock(), stale)
+
+    async def _go_on(self, lookup: Lookup) -> None:
+        """Let others use the event loop; raises Problem (503) once the deadline of a batch is over."""
+        await go_on()
+        if self._service.timer() > lookup.started + lookup.options.deadline_s:
+            self._service.admission.shed["late"] += 1
+            raise Problem(503, "overloaded", "more is asked than can be answered in time")
 
     async def resolve(self, lookup: Lookup) -> Resolved:
         """Every answer, counted, in no form yet: rows as they are stored, all others as the ladder has them."""

@@ -13,6 +13,7 @@ import orjson
 from starlette.types import Message, Receive, Scope
 
 from serving.access.callers import caller_of
+from serving.admission.work_pacer import waited_in
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.fast_lookup.batch_request import Posted, refuses
 from serving.fast_lookup.coalescer import Told
@@ -187,7 +188,7 @@ class Hot:
 
     async def post(self, scope: Scope, receive: Receive) -> tuple[Messages | None, Receive]:
         """The answer to a batch for one table, and from where the request can still be read if there is none."""
-        started, path = self._timer(), scope.get("raw_path") or b""
+        started, path = self._timer() - waited_in(scope), scope.get("raw_path") or b""
         if not path.startswith(fast_parse.PREFIX) or not caller_of(scope).may("read"):
             return None, receive
         if (holding := self._holding()) is None:
@@ -211,6 +212,8 @@ class Hot:
             found = await self._posted.answer(
                 scope, body, form, table, deadline_s, holding, started
             )
+        except Problem:  # late, which the routes behind would be, too
+            raise
         except Exception:  # as above
             log.exception("the hot route failed")
             return None, again

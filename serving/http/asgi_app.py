@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from serving.access.callers import Callers, caller_of, enter
 from serving.admission.controller import Admission
 from serving.admission.gate import OVERLOADED, AdmissionGate, refusal_of
+from serving.admission.work_pacer import IS_GONE, PACER, CallerGone, note_wait
 from serving.requests.bodies import Messages
 from serving.requests.body_budget import BYTES_MAX, Bodies
 from serving.requests.errors import Problem
@@ -158,8 +159,15 @@ class Front(FastAPI):
         answer = OVERLOADED
         if gate.admission.enter():
             place = _Admitted(gate.admission, send)
+            work = gate.admission.work
+            paced = PACER.set(work)
             try:
-                judged = await gate.late(scope, receive) if gate.admission.is_behind else receive
+                is_short = scope["method"] == "GET"
+                waited_s = await work.begin(scope.get(IS_GONE, _stays), is_short=is_short)
+                note_wait(scope, waited_s)
+                judged: Receive | None = receive
+                if gate.may_be_late(waited_s):
+                    judged = await gate.late(scope, receive, waited_s)
                 found: Messages | None = OVERLOADED
                 if judged is not None:
                     found, asked, receive = await self._plain(gate, scope, judged)
@@ -167,9 +175,13 @@ class Front(FastAPI):
                     await self._behind(asked, scope, receive, place.send, watch)
                     return
                 answer = found
+            except CallerGone:
+                gate.admission.shed["gone"] += 1
+                return
             except Problem as problem:
                 answer = refusal_of(problem)
             finally:
+                PACER.reset(paced)
                 place.leave()
         await _sent(gate.counted(answer), send)
 
@@ -248,8 +260,12 @@ class Front(FastAPI):
             return None
         answer = OVERLOADED
         if gate.admission.enter():
+            work = gate.admission.work
+            paced = PACER.set(work)
             try:
-                if not (gate.admission.is_behind and gate.is_late(scope, b"")):
+                waited_s = await work.begin(scope[IS_GONE], is_short=True)
+                note_wait(scope, waited_s)
+                if not (gate.may_be_late(waited_s) and gate.is_late(scope, b"", waited_s)):
                     found: Messages | None = OVERLOADED
                     if asked.is_plain:
                         found = await fast.get(asked)
@@ -258,7 +274,11 @@ class Front(FastAPI):
                     if found is None:
                         return None
                     answer = found
+            except CallerGone:
+                gate.admission.shed["gone"] += 1
+                return None  # nobody reads what would be sent
             finally:
+                PACER.reset(paced)
                 gate.admission.leave()
         return gate.counted(answer)
 
@@ -284,6 +304,10 @@ class Front(FastAPI):
         """The response to a request that is refused where it came in, counted."""
         answer = refusal_of(problem)
         return answer if self.gate is None else self.gate.counted(answer)
+
+
+def _stays() -> bool:
+    return False
 
 
 async def _sent(answer: Messages, send: Send) -> None:

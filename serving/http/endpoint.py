@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from cache.errors import InvalidInput, LarderError
 from serving.access.callers import caller_of
 from serving.access.scopes import Scope
+from serving.admission.work_pacer import waited_in
 from serving.metrics.registry import Metrics
 from serving.requests.bodies import as_json, refused
 from serving.requests.errors import Problem, from_input
@@ -34,7 +35,7 @@ class Guard:
         """The handler as an endpoint for callers with one scope; `route` is what its requests are counted under."""
 
         async def answer(request: Request) -> Response:
-            started = self.timer()
+            started = self.timer() - waited_in(request.scope)
             try:
                 caller_of(request.scope).demand(needs)
                 found = await handler(request, started)

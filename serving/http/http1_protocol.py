@@ -16,6 +16,8 @@ from weakref import WeakSet
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from serving.admission.work_pacer import IS_GONE
+
 Headers = Sequence[tuple[bytes, bytes]]
 
 CHUNKED = -1
@@ -273,6 +275,7 @@ class Http1Protocol(HttpToolsProtocol):
         length = body_length(self._version, self.headers)
         if self._version == b"1.0":
             self.expect_100_continue = False
+        self.scope[IS_GONE] = self.transport.is_closing  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]  # all that a cycle calls
         if length:

@@ -1,7 +1,6 @@
 """Pace of work on the event loop: others may use it now and then while a large request is worked through."""
 
-import asyncio
-
+from serving.admission.work_pacer import go_on
 from serving.requests.models import RequestedEntity, RequestOptions
 
 _TURN = 64
@@ -25,4 +24,4 @@ class YieldPacer:
             self._done += (len(entity.history or ()) + numbers) // 16
         if self._done >= _TURN:
             self._done = 0
-            await asyncio.sleep(0)
+            await go_on()

@@ -36,6 +36,7 @@ CLIENTS = (4, 16)
 READY_IDS = 200
 PROBE_MS = 200.0
 _PAUSE_S, _PROBE_PAUSE_S = 0.005, 0.1
+_QUICK_PROBES = 3
 _TOLERANCE = 0.5
 """A/A of a 99th percentile beside processes that share a core differs by so much; the margin is a factor of two."""
 
@@ -78,6 +79,7 @@ class Bench(NamedTuple):
             said = [client.communicate()[0] for client in started]
             ended.set()
             probing.join()
+        self._settle()
         counts = [[int(word) for word in line.split()] for line in said]
         return Run(
             round(float(np.percentile(took, 99, method="higher")), 3),
@@ -112,6 +114,15 @@ class Bench(NamedTuple):
             time.sleep(_PAUSE_S)
         connection.close()
         return took
+
+    def _settle(self) -> None:
+        """Wait until the service has done, or dropped, all that it was asked."""
+        quick = 0
+        while quick < _QUICK_PROBES:
+            began = time.perf_counter()
+            urllib.request.urlopen(f"{self.larder.url}/healthz", timeout=120).read()
+            quick = quick + 1 if time.perf_counter() - began < PROBE_MS / 1000 else 0
+            time.sleep(_PROBE_PAUSE_S)
 
     def _probe(self, ended: threading.Event, took: list[float]) -> None:
         while not ended.wait(_PROBE_PAUSE_S):

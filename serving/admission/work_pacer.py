@@ -1,0 +1,171 @@
+"""Pacer of work on the event loop: how much of it is begun, and gone on with, in one iteration of the loop.
+
+Without it an iteration is as long as all that is ready at its start. Hundreds of batches that come at once, or clients
+that close their connection and send the next one, make it seconds long, and ready answers and health wait for its end.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from contextvars import ContextVar
+from math import inf
+from typing import Any, Final
+
+BUDGET_S: Final = 0.004
+"""Seconds of such work in one iteration: far below what a caller of a ready answer or a health probe notices, far above
+the some 20 us that an iteration costs by itself."""
+
+IS_GONE: Final = "larder.is_gone"
+"""Key in the scope of a request: returns whether its client has closed the connection."""
+
+_WAITED: Final = "larder.waited_s"
+_SOCKETS_FIRST_S = 0.05
+"""Seconds for which work waits at most while the loop finds something to do at its sockets."""
+_QUIET_S = 50e-6
+"""Seconds within which an iteration ends that found nothing to do at its sockets."""
+_RELEASED_MAX = 64
+"""Waiting portions that are looked at in one iteration; those beyond its time are put off."""
+
+IsGone = Callable[[], bool]
+
+
+class CallerGone(Exception):
+    """The client of a request closed its connection before its work was begun."""
+
+
+class _Waiter:
+    __slots__ = ("future", "is_gone", "since")
+
+    def __init__(self, future: "asyncio.Future[None]", since: float, is_gone: IsGone) -> None:
+        self.future, self.since, self.is_gone = future, since, is_gone
+
+
+class WorkPacer:
+    """Admits portions of work, up to `budget_s` in one iteration of one event loop, those of begun requests first.
+
+    In between, the loop handles its sockets until nothing is ready, for 50 ms at most: it accepts one connection
+    in an iteration, so that a health probe would wait for as many portions as there are connections before its own. By
+    then the loop also knows of clients that have gone.
+    """
+
+    def __init__(
+        self, budget_s: float = BUDGET_S, timer: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._budget_s, self._timer = budget_s, timer
+        self._first: deque[_Waiter] = deque()
+        self._next: deque[_Waiter] = deque()
+        self._put_off: list[_Waiter] = []
+        self._until: float | None = None  # None: nothing was begun in this iteration
+        self._turned_at = self._worked_at = -inf
+        self._is_armed = False
+
+    def waited_s(self) -> float:
+        """Seconds that the oldest request has waited for its work to begin; 0 where none waits."""
+        oldest = [queue[0].since for queue in (self._put_off, self._next) if queue]
+        return self._timer() - min(oldest) if oldest else 0.0
+
+    @property
+    def is_backlogged(self) -> bool:
+        """True if requests wait for their work to begin."""
+        return bool(self._next)
+
+    async def begin(self, is_gone: IsGone, *, is_short: bool = False) -> float:
+        """Wait until the work of a request may begin; return the seconds waited.
+
+        A short one goes ahead of others. Raises CallerGone if it had to wait and its client has gone meanwhile.
+        """
+        now = self._timer()
+        if not (self._first or self._put_off) and (
+            is_short or (not self._next and now - self._worked_at >= self._budget_s)
+        ):  # fmt: skip
+            if self._is_within_budget():
+                return 0.0
+        await self._wait(self._first if is_short else self._next, now, is_gone)
+        return self._timer() - now
+
+    async def go_on(self) -> None:
+        """Let others use the event loop; return when begun work may go on for another portion."""
+        await self._wait(self._first, self._timer(), _stays)
+
+    def _is_within_budget(self) -> bool:
+        now = self._timer()
+        if self._until is None:
+            self._until = now + self._budget_s
+            self._arm()
+            return True
+        return now < self._until
+
+    async def _wait(self, queue: deque[_Waiter], since: float, is_gone: IsGone) -> None:
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(loop.create_future(), since, is_gone)
+        queue.append(waiter)
+        self._arm()
+        await waiter.future
+        while not self._is_within_budget():
+            waiter.future = loop.create_future()
+            self._put_off.append(waiter)
+            await waiter.future
+
+    def _arm(self) -> None:
+        if not self._is_armed:
+            self._is_armed = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """End an iteration's budget, and wake those who may work in the next one unless the sockets come first."""
+        now = self._timer()
+        is_quiet, self._turned_at = now - self._turned_at < _QUIET_S, now
+        if self._until is not None:
+            self._until, self._worked_at, is_quiet = None, now, False
+        self._is_armed = False
+        if not (self._put_off or self._first or self._next):
+            return
+        self._arm()
+        if not is_quiet and now - self._worked_at < _SOCKETS_FIRST_S:
+            return
+        put_off, self._put_off = self._put_off, []
+        released = sum(map(_wake, put_off))
+        for queue in (self._first, self._next):
+            while queue and released < _RELEASED_MAX:
+                released += _wake(queue.popleft())
+
+
+def _wake(waiter: _Waiter) -> bool:
+    """Wake who waits, with CallerGone if nobody waits for it any more; False for one that was cancelled."""
+    if waiter.future.done():
+        return False
+    if waiter.is_gone():
+        waiter.future.set_exception(CallerGone())
+    else:
+        waiter.future.set_result(None)
+    return True
+
+
+def _stays() -> bool:
+    return False
+
+
+PACER: ContextVar[WorkPacer | None] = ContextVar("larder_pacer", default=None)
+"""Pacer of the request that is answered; None where nobody paces, as in a night."""
+
+
+async def go_on() -> None:
+    """Let others use the event loop; go on when the request's pacer has time for another portion."""
+    pacer = PACER.get()
+    if pacer is None:
+        await asyncio.sleep(0)
+    else:
+        await pacer.go_on()
+
+
+def note_wait(scope: MutableMapping[str, Any], waited_s: float) -> None:
+    """Keep in a request's scope how long it waited for its work to begin."""
+    if waited_s:
+        scope[_WAITED] = waited_s
+
+
+def waited_in(scope: MutableMapping[str, Any]) -> float:
+    """Seconds that a request waited for its work to begin: they count against its deadline."""
+    waited_s: float = scope.get(_WAITED, 0.0)
+    return waited_s
