@@ -55,15 +55,17 @@ class WorkPacer:
         self._budget_s, self._timer = budget_s, timer
         self._first: deque[_Waiter] = deque()
         self._next: deque[_Waiter] = deque()
-        self._put_off: list[_Waiter] = []
+        self._put_off: list[tuple[deque[_Waiter], _Waiter]] = []
         self._until: float | None = None  # None: nothing was begun in this iteration
         self._turned_at = self._worked_at = -inf
         self._is_armed = False
 
     def waited_s(self) -> float:
         """Seconds that the oldest request has waited for its work to begin; 0 where none waits."""
-        oldest = [queue[0].since for queue in (self._put_off, self._next) if queue]
-        return self._timer() - min(oldest) if oldest else 0.0
+        waiting = [waiter.since for queue, waiter in self._put_off if queue is self._next]
+        if self._next:
+            waiting.append(self._next[0].since)
+        return self._timer() - min(waiting) if waiting else 0.0
 
     @property
     def is_backlogged(self) -> bool:
@@ -104,7 +106,7 @@ class WorkPacer:
         await waiter.future
         while not self._is_within_budget():
             waiter.future = loop.create_future()
-            self._put_off.append(waiter)
+            self._put_off.append((queue, waiter))
             await waiter.future
 
     def _arm(self) -> None:
@@ -119,13 +121,15 @@ class WorkPacer:
         if self._until is not None:
             self._until, self._worked_at, is_quiet = None, now, False
         self._is_armed = False
-        if not (self._put_off or self._first or self._next):
+        put_off, self._put_off = self._put_off, []
+        for queue, waiter in reversed(put_off):
+            queue.appendleft(waiter)
+        if not (self._first or self._next):
             return
         self._arm()
         if not is_quiet and now - self._worked_at < _SOCKETS_FIRST_S:
             return
-        put_off, self._put_off = self._put_off, []
-        released = sum(map(_wake, put_off))
+        released = 0
         for queue in (self._first, self._next):
             while queue and released < _RELEASED_MAX:
                 released += _wake(queue.popleft())

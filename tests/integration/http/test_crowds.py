@@ -1,0 +1,138 @@
+"""A real service before crowds: of large batches, of clients that leave, of peers that take no answers."""
+
+import json
+import re
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+
+import pytest
+
+from precompute.config.settings import NightConfig
+from tests.integration.nights import build_night, environment, histories
+from tests.integration.program import started
+from tests.polling import until
+
+IDS = 1_000
+Address = tuple[str, int]
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("crowds"), redis_url)
+
+
+@pytest.fixture
+def service(night: NightConfig, tmp_path: Path) -> Iterator[tuple[str, Address]]:
+    """URL and address of a patient service: nothing is shed for what this machine does beside it."""
+    environ = environment(night, LARDER_QUEUE_INTERVAL_MS="60000")
+    with started(environ, tmp_path / "service.log") as (_, url):
+        where = urlsplit(url)
+        yield url, (str(where.hostname), int(where.port or 0))
+
+
+def batch(ids: list[str], more: bytes = b"") -> bytes:
+    """A request for these ids, with more header lines."""
+    body = json.dumps({"entities": ids}).encode()
+    return (
+        b"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%b"
+        b"Content-Length: %d\r\n\r\n%b" % (more, len(body), body)
+    )
+
+
+def known(night: NightConfig) -> list[str]:
+    """As many ids as a batch may have, each with a stored answer."""
+    users = sorted(histories(night))
+    return (users * (1 + IDS // len(users)))[:IDS]
+
+
+def status_of(connected: socket.socket) -> int:
+    """The status of the next answer, whose body is read to its end; 0 where the connection ends without one."""
+    connected.settimeout(60)
+    with connected.makefile("rb") as file:
+        line = file.readline()
+        length = 0
+        while (field := file.readline().strip()) != b"" and line:
+            if field.lower().startswith(b"content-length:"):
+                length = int(field.partition(b":")[2])
+        file.read(length)
+        return int(line.split()[1]) if line else 0
+
+
+def metric(url: str, name: str) -> float:
+    """A sample of `/metrics`; 0 for one that is not there."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
+    return 0.0 if found is None else float(found[1])
+
+
+def test_ready_answers_wait_for_a_portion_of_a_crowd_of_batches_not_for_all(
+    night: NightConfig, service: tuple[str, Address]
+) -> None:
+    url, address = service
+    ids = known(night)
+    ready = f"{url}/v1/lookup/user_topk/{ids[0]}?k=5"
+    waits: list[float] = []
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(socket.create_connection(address)) for _ in range(60)]
+        for _ in range(2):  # all ids of the batches are in L1 then
+            crowd[0].sendall(batch(ids))
+            assert status_of(crowd[0]) == 200
+            urllib.request.urlopen(ready, timeout=60).read()
+        statuses: list[int] = []
+
+        def take() -> None:
+            statuses.extend(map(status_of, crowd))
+
+        request = batch(ids)
+        senders = [Thread(target=one.sendall, args=(request,)) for one in crowd]
+        taking = Thread(target=take)
+        began = time.monotonic()
+        for thread in (*senders, taking):
+            thread.start()
+        while taking.is_alive():
+            asked = time.monotonic()
+            urllib.request.urlopen(ready, timeout=60).read()
+            waits.append(time.monotonic() - asked)
+        took = time.monotonic() - began
+        for thread in (*senders, taking):
+            thread.join()
+
+    assert set(statuses) <= {200, 503} and statuses.count(200) >= 30
+    assert sorted(waits)[len(waits) // 2] < took / 20
+
+
+def test_a_batch_is_held_to_its_deadline_also_while_it_is_rendered(
+    night: NightConfig, service: tuple[str, Address]
+) -> None:
+    url, address = service
+    with socket.create_connection(address) as connected:
+        statuses = []
+        for more in (b"", b"X-Deadline-Ms: 1\r\n"):  # all ids are in L1 for the second
+            connected.sendall(batch(known(night), more))
+            statuses.append(status_of(connected))
+
+    assert statuses == [200, 503] and metric(url, 'larder_shed_total{stage="late"}') == 1
+
+
+def test_nothing_is_worked_out_for_clients_that_have_gone(service: tuple[str, Address]) -> None:
+    url, address = service
+    count = 200
+    for number in range(count):
+        with socket.create_connection(address) as connected:
+            connected.sendall(batch([f"stranger-{number}-{place}" for place in range(IDS)]))
+
+    gone = 'larder_shed_total{stage="gone"}'
+    answered = 'larder_requests_total{route="POST /v1/lookup/{table}",status="200"}'
+
+    def all_done() -> bool:
+        return metric(url, gone) + metric(url, answered) == count
+
+    assert until(all_done, 60.0, every_s=0.1)
+    assert metric(url, gone) > count / 2
+    assert metric(url, "larder_requests_under_way") == 0

@@ -1,0 +1,252 @@
+"""Work on the event loop goes on by the portion: sockets first, begun work before new, nothing for who has gone."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from serving.admission.controller import Admission
+from serving.admission.work_pacer import CallerGone, WorkPacer, go_on, note_wait, waited_in
+from serving.http.asgi_app import Front
+from tests.fakes import FakeClock
+from tests.unit.serving.world import gate_of
+
+BUDGET_S, PORTION_S = 0.004, 0.003
+
+
+def stays() -> bool:
+    return False
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def pacer(clock: FakeClock) -> WorkPacer:
+    return WorkPacer(BUDGET_S, clock)
+
+
+class Iterations:
+    """Numbers of the event loop's iterations, counted for as long as it is entered."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._handle: asyncio.Handle | None = None
+
+    def __enter__(self) -> "Iterations":
+        self._count()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._handle is not None
+        self._handle.cancel()
+
+    def _count(self) -> None:
+        self.now += 1
+        self._handle = asyncio.get_running_loop().call_soon(self._count)
+
+
+async def test_an_iteration_has_no_more_work_than_its_budget(
+    pacer: WorkPacer, clock: FakeClock
+) -> None:
+    worked: list[int] = []
+
+    async def work() -> None:
+        await pacer.begin(stays)
+        for _ in range(3):
+            worked.append(iterations.now)
+            clock.tick(PORTION_S)
+            await pacer.go_on()
+
+    with Iterations() as iterations:
+        await asyncio.gather(*(work() for _ in range(40)))
+
+    # A second portion begins within the budget and ends beyond it.
+    assert len(worked) == 120 and max(worked.count(number) for number in set(worked)) == 2
+
+
+async def test_requests_begin_in_their_order_and_begun_ones_end_first(
+    pacer: WorkPacer, clock: FakeClock
+) -> None:
+    said: list[tuple[int, int]] = []
+
+    async def work(number: int) -> None:
+        await pacer.begin(stays)
+        for portion in range(2):
+            said.append((number, portion))
+            clock.tick(2 * BUDGET_S)
+            await pacer.go_on()
+
+    await asyncio.gather(*(work(number) for number in range(5)))
+
+    begun = [number for number, portion in said if portion == 0]
+    assert begun == sorted(begun)
+    assert said.index((1, 1)) < said.index((3, 0))
+
+
+async def test_who_is_alone_begins_at_once(pacer: WorkPacer) -> None:
+    with Iterations() as iterations:
+        before = iterations.now
+        assert await pacer.begin(stays) == 0.0
+        assert iterations.now == before
+
+
+async def test_work_waits_while_there_is_something_at_the_sockets_and_not_for_ever(
+    pacer: WorkPacer, clock: FakeClock
+) -> None:
+    ticking = True
+
+    async def handle_sockets() -> None:
+        while ticking:
+            clock.tick(0.001)
+            await asyncio.sleep(0)
+
+    handling = asyncio.create_task(handle_sockets())
+    await pacer.begin(stays)  # alone: at once
+    clock.tick(BUDGET_S)
+    began = clock()
+    waited_s = await pacer.begin(stays)
+    assert 0.045 < waited_s < 0.06 and clock() - began == pytest.approx(waited_s)
+
+    ticking = False
+    await handling
+    clock.tick(BUDGET_S)
+    assert await pacer.begin(stays) == 0.0
+
+
+async def test_who_has_gone_while_it_waited_is_dropped(pacer: WorkPacer, clock: FakeClock) -> None:
+    worked: list[int] = []
+
+    async def work(number: int) -> None:
+        await pacer.begin(lambda: number % 2 == 1)
+        worked.append(number)
+        clock.tick(2 * BUDGET_S)
+
+    outcomes = await asyncio.gather(*(work(number) for number in range(20)), return_exceptions=True)
+
+    assert worked == list(range(0, 20, 2))
+    assert [type(outcome) for outcome in outcomes[1::2]] == [CallerGone] * 10
+
+
+async def test_who_was_cancelled_while_it_waited_holds_up_nobody(
+    pacer: WorkPacer, clock: FakeClock
+) -> None:
+    await pacer.begin(stays)
+    clock.tick(BUDGET_S)
+    waiting = [asyncio.create_task(pacer.begin(stays)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    clock.tick(1.0)
+    assert pacer.is_backlogged and pacer.waited_s() == 1.0
+
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+
+    assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, float, float]
+    assert not pacer.is_backlogged and pacer.waited_s() == 0.0
+
+
+async def test_short_work_goes_ahead(pacer: WorkPacer, clock: FakeClock) -> None:
+    order: list[str] = []
+
+    async def work(name: str, *, is_short: bool) -> None:
+        await pacer.begin(stays, is_short=is_short)
+        order.append(name)
+        clock.tick(2 * BUDGET_S)
+
+    tasks = [asyncio.create_task(work(f"long-{number}", is_short=False)) for number in range(3)]
+    tasks.append(asyncio.create_task(work("short", is_short=True)))
+    await asyncio.gather(*tasks)
+
+    assert order.index("short") <= 1
+
+
+async def test_where_nobody_paces_others_get_the_loop_all_the_same() -> None:
+    with Iterations() as iterations:
+        before = iterations.now
+        await go_on()
+        assert iterations.now > before
+
+
+def test_a_wait_is_kept_with_the_request() -> None:
+    scope: dict[str, Any] = {}
+    note_wait(scope, 0.0)
+    assert scope == {} and waited_in(scope) == 0.0
+
+    note_wait(scope, 0.5)
+    assert waited_in(scope) == 0.5
+
+
+def front(clock: FakeClock, work_s: float = 0.1) -> tuple[Front, list[str], Admission]:
+    """An application whose lookups take so long, the ids that it worked on, and its admission."""
+    worked: list[str] = []
+    app = Front()
+
+    @app.post("/v1/lookup/{name}")
+    async def lookup(name: str) -> str:
+        worked.append(name)
+        clock.tick(work_s)
+        return name
+
+    admission = Admission(target_s=0.02, interval_s=0.1, requests_max=100)
+    admission.work = WorkPacer(BUDGET_S, clock)
+    app.gate = gate_of(admission, deadline_ms=450.0)
+    return app, worked, admission
+
+
+async def ask(app: Front, name: str, is_gone: Callable[[], bool] = stays) -> list[Any]:
+    """Messages that the application sends for a lookup of this name."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path = f"/v1/lookup/{name}"
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "root_path": "", "state": {}, "larder.is_gone": is_gone,
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return sent
+
+
+async def test_nothing_is_done_and_nothing_sent_for_a_client_that_has_gone(
+    clock: FakeClock,
+) -> None:
+    app, worked, admission = front(clock, work_s=0.01)
+
+    answers = await asyncio.gather(
+        ask(app, "first"), ask(app, "gone", lambda: True), ask(app, "last")
+    )
+
+    assert worked == ["first", "last"] and [len(sent) for sent in answers] == [2, 0, 2]
+    assert admission.shed["gone"] == 1 and admission.under_way == 0
+
+
+async def test_who_waited_for_all_of_its_deadline_is_refused(clock: FakeClock) -> None:
+    app, worked, admission = front(clock)
+
+    answers = await asyncio.gather(*(ask(app, str(number)) for number in range(8)))
+
+    statuses = [sent[0]["status"] for sent in answers]
+    # Two begin at once; those behind them wait for 0.1 s each.
+    assert statuses == [200] * 6 + [503] * 2 and worked == list("012345")
+    assert b'"overloaded"' in answers[-1][1]["body"] and admission.shed["late"] == 2
+
+
+async def test_a_queue_of_work_counts_as_one_of_the_loop(clock: FakeClock) -> None:
+    app, _, admission = front(clock)
+    asked = [asyncio.create_task(ask(app, str(number))) for number in range(4)]
+    await asyncio.sleep(0)
+    clock.tick(0.2)
+    for _ in range(2):
+        admission.observe(0.001, 0.0, clock())
+        clock.tick(0.1)
+
+    assert admission.is_behind and admission.loop.share < 1.0
+    await asyncio.gather(*asked)
