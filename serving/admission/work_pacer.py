@@ -78,11 +78,11 @@ class WorkPacer:
         A short one goes ahead of others. Raises CallerGone if it had to wait and its client has gone meanwhile.
         """
         now = self._timer()
-        if not (self._first or self._put_off) and (
-            is_short or (not self._next and now - self._worked_at >= self._budget_s)
-        ):  # fmt: skip
-            if self._is_within_budget():
-                return 0.0
+        is_free = not (self._first or self._put_off)
+        if not is_short:
+            is_free = is_free and not self._next and now - self._worked_at >= self._budget_s
+        if is_free and self._is_within_budget():
+            return 0.0
         await self._wait(self._first if is_short else self._next, now, is_gone)
         return self._timer() - now
 

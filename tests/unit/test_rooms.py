@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (
-    "cache", "cache.mrc", "cache.control", "cache.format.records", "cache.native", "cache.resp", "cache.process", "cache.format",
-    "cache.store", "cache.l2.sentinel", "cache.l2", "cache.config", "cache.l2.cluster", "cache.model",
+    "cache", "cache.mrc", "cache.control", "cache.format.records", "cache.native", "cache.resp", "cache.process",
+    "cache.format", "cache.store", "cache.l2.sentinel", "cache.l2", "cache.config", "cache.l2.cluster", "cache.model",
     "cache.topk", "cache.events", "cache.filters", "cache.tiers",
     "serving.arrow_ipc", "serving.answers", "serving.tracing", "serving.requests", "serving.access", "serving.client",
     "serving.admission", "serving.config", "serving.sequential", "serving.metrics", "serving.generations",

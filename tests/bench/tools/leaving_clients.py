@@ -1,8 +1,8 @@
 """Clients that post batches of strangers and known ids, each on a connection of its own, and wait for answers or leave.
 
-Run as a program, one process for each client: `python -m tests.bench.tools.leaving_clients HOST PORT SEED SECONDS wait IDS`,
-with `leave` in place of `wait` for one that closes its connection 4 ms after it sent. IDS is a file of known ids.
-It prints its requests and its answers with status 200.
+Run as a program, one process for each client: `python -m tests.bench.tools.leaving_clients HOST PORT SEED SECONDS MODE
+IDS`. MODE is `wait`, or `leave` for one that closes its connection 4 ms after it sent. IDS is a file of known ids. It
+prints its requests, its answers with status 200, and its connections that failed.
 """
 
 import json

@@ -4,13 +4,13 @@ import json
 import re
 import socket
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from precompute.config.settings import NightConfig
@@ -66,8 +66,8 @@ def status_of(connected: socket.socket) -> int:
 
 def metric(url: str, name: str) -> float:
     """A sample of `/metrics`; 0 for one that is not there."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-        found = re.search(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return 0.0 if found is None else float(found[1])
 
 
@@ -83,7 +83,7 @@ def test_ready_answers_wait_for_a_portion_of_a_crowd_of_batches_not_for_all(
         for _ in range(2):  # all ids of the batches are in L1 then
             crowd[0].sendall(batch(ids))
             assert status_of(crowd[0]) == 200
-            urllib.request.urlopen(ready, timeout=60).read()
+            httpx.get(ready, timeout=60).raise_for_status()
         statuses: list[int] = []
 
         def take() -> None:
@@ -97,7 +97,7 @@ def test_ready_answers_wait_for_a_portion_of_a_crowd_of_batches_not_for_all(
             thread.start()
         while taking.is_alive():
             asked = time.monotonic()
-            urllib.request.urlopen(ready, timeout=60).read()
+            httpx.get(ready, timeout=60).raise_for_status()
             waits.append(time.monotonic() - asked)
         took = time.monotonic() - began
         for thread in (*senders, taking):
