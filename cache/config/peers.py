@@ -23,6 +23,10 @@ class Bounds:
     The rest of a body that is not read because its request is answered has as long."""
     write_timeout_s: PositiveFloat = 10.0
     """Seconds in which a peer must take 64 KiB of its answers; a slower one is cut off."""
+    answers_bytes: PositiveInt = 64 << 20
+    """Bytes of answers to all requests of a worker together that peers have not taken yet, where one connection has
+    64 KiB or more of them; beyond it connections whose peers have let theirs wait for a second are cut off, and while
+    that is not enough batches are refused with 503 `overloaded`."""
     idle_timeout_s: PositiveFloat = 5.0
     """Seconds that a connection is kept after its last answer."""
     pipeline_max: PositiveInt = 16

@@ -10,6 +10,7 @@ import functools
 import logging
 import re
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -57,6 +58,11 @@ class Shared:
         self.connections = Connections(bounds or Bounds())
         self.blocks = Blocks(front)
         self.heads = Heads()
+        front.has_room = self._has_room
+
+    def _has_room(self) -> bool:
+        """Returns whether one more large answer may be begun."""
+        return not self.connections.unread.is_full(time.monotonic())
 
 
 class LookupConnection(Connection):

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from cache.config.peers import Bounds
+from serving.fast_http.unread_answers import UnreadAnswers
 
 _AT_ONCE = 32
 """Connections that are looked at in one turn of the loop."""
@@ -30,6 +31,7 @@ class Connections:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
+        self.unread = UnreadAnswers(bounds.answers_bytes)
         self.ended: Counter[str] = Counter()
         """Connections ended, by reason; without those that were ended by their peers or for idleness."""
         self._unasked: dict[Peer, None] = {}  # oldest first

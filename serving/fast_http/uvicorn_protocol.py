@@ -54,6 +54,7 @@ class Connection(Http1Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection as uvicorn does, and with it its requests that were never begun."""
         self._connections.asked(self)
+        self._connections.unread.remove(self)
         super().connection_lost(exc)
         if self.pipeline:
             # Never begun, they and the connection hold each other: the garbage collector would look for thousands of
@@ -126,11 +127,13 @@ class Connection(Http1Protocol):
     def pause_writing(self) -> None:
         """Notes that the write buffer is full, then pauses as uvicorn does."""
         self._is_full = True
+        self._connections.unread.add(self, self.loop.time())
         super().pause_writing()
 
     def resume_writing(self) -> None:
         """Notes that the write buffer has room again, then resumes as uvicorn does."""
         self._is_full = False
+        self._connections.unread.remove(self)
         super().resume_writing()
 
     def drop(self) -> None:
@@ -151,6 +154,15 @@ class Connection(Http1Protocol):
             self._reset()
         else:
             self.transport.close()
+
+    def unread_bytes(self) -> int:
+        """Bytes of answers that are not sent yet."""
+        return self.transport.get_write_buffer_size()
+
+    def cut_off(self) -> None:
+        """End the connection at once: others need the room of its unread answers."""
+        self._connections.ended["unread"] += 1
+        self._reset()
 
     def _reset(self) -> None:
         """Cuts the peer off at once: the kernel would hold what it did not take for minutes."""

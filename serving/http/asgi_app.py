@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from urllib.parse import unquote
 
@@ -88,6 +88,8 @@ class Front(FastAPI):
         super().__init__(**settings)
         self.bodies = Bodies(bodies_bytes)
         self.callers = Callers(is_open=True)
+        self.has_room: Callable[[], bool] = _always
+        """Returns whether the answers that peers have not taken leave room for a large one."""
         self.gate: AdmissionGate | None = None
         self.watch: RequestObserver | None = None
         self.fast: Fast | None = None
@@ -156,20 +158,21 @@ class Front(FastAPI):
         if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
             await self._behind(None, scope, receive, send, watch)
             return
-        answer = OVERLOADED
+        answer, is_short = OVERLOADED, scope["method"] == "GET"
         if gate.admission.enter():
             place = _Admitted(gate.admission, send)
             work = gate.admission.work
             paced = PACER.set(work)
             try:
-                is_short = scope["method"] == "GET"
                 waited_s = await work.begin(scope.get(IS_GONE, _stays), is_short=is_short)
                 note_wait(scope, waited_s)
                 judged: Receive | None = receive
                 if gate.may_be_late(waited_s):
                     judged = await gate.late(scope, receive, waited_s)
                 found: Messages | None = OVERLOADED
-                if judged is not None:
+                if not is_short and not self.has_room():
+                    gate.admission.shed["full"] += 1
+                elif judged is not None:
                     found, asked, receive = await self._plain(gate, scope, judged)
                 if found is None:
                     await self._behind(asked, scope, receive, place.send, watch)
@@ -304,6 +307,10 @@ class Front(FastAPI):
         """The response to a request that is refused where it came in, counted."""
         answer = refusal_of(problem)
         return answer if self.gate is None else self.gate.counted(answer)
+
+
+def _always() -> bool:
+    return True
 
 
 def _stays() -> bool:

@@ -19,6 +19,7 @@ from tests.integration.program import started
 from tests.polling import until
 
 IDS = 1_000
+ENDED = re.compile(r"since the start: .*\d unread")
 Address = tuple[str, int]
 
 
@@ -137,3 +138,31 @@ def test_nothing_is_worked_out_for_clients_that_have_gone(service: tuple[str, Ad
     assert until(all_done, 60.0, every_s=0.1)
     assert metric(url, gone) > count / 2
     assert metric(url, "larder_requests_under_way") == 0
+
+
+def test_peers_that_take_no_answers_hold_a_bounded_number_of_bytes(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    log = tmp_path / "service.log"
+    environ = environment(night, LARDER_QUEUE_INTERVAL_MS="60000", LARDER_ANSWERS_BYTES="1000000")
+    request = batch(known(night))
+
+    with started(environ, log) as (_, url), ExitStack() as stack:
+        where = urlsplit(url)
+        address = str(where.hostname), int(where.port or 0)
+        for _ in range(8):
+            peer = stack.enter_context(socket.socket())
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            peer.connect(address)
+            peer.sendall(request)
+
+        def is_answered() -> bool:
+            with socket.create_connection(address) as reader:
+                reader.sendall(request)
+                return status_of(reader) == 200
+
+        def are_cut_off() -> bool:
+            return is_answered() and bool(ENDED.search(log.read_text()))
+
+        # Each answer is about as much as all may hold.
+        assert until(are_cut_off, every_s=0.2)

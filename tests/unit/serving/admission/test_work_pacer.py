@@ -250,3 +250,12 @@ async def test_a_queue_of_work_counts_as_one_of_the_loop(clock: FakeClock) -> No
 
     assert admission.is_behind and admission.loop.share < 1.0
     await asyncio.gather(*asked)
+
+
+async def test_no_large_answer_is_begun_while_peers_do_not_take_theirs(clock: FakeClock) -> None:
+    app, worked, admission = front(clock)
+    app.has_room = lambda: False
+
+    sent = await ask(app, "batch")
+
+    assert sent[0]["status"] == 503 and worked == [] and admission.shed["full"] == 1

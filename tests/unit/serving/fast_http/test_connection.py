@@ -59,6 +59,8 @@ class Front:
     def __init__(self) -> None:
         self.wire: Any = Ready()
         self.watch: Any = None
+        self.gate: Any = None
+        self.has_room: Any = None
         self.callers = Callers(is_open=True)
         self.asked: list[bytes] = []
         self.asked_with_others: list[bytes] = []
@@ -104,6 +106,9 @@ class Front:
 
 class Transport(asyncio.Transport):
     """Remembers what was written."""
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def __init__(self) -> None:
         super().__init__()

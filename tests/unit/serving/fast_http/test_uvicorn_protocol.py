@@ -481,3 +481,25 @@ def test_a_ready_answer_is_a_request() -> None:
         assert not other.transport.is_closed
 
     run(test)
+
+
+def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_its_connection() -> (
+    None
+):
+    async def test() -> None:
+        slow = opened(bounds=Bounds(answers_bytes=100))
+        counted = slow.protocol._connections.unread
+        unread(slow).left = 90
+        slow.protocol.pause_writing()
+        assert counted.held == 90
+        slow.protocol.resume_writing()
+        assert counted.held == 0
+
+        slow.protocol.pause_writing()
+        unread(slow).left = 101
+        slow.protocol.pause_writing()
+        assert counted.is_full(0.0) and not unread(slow).is_aborted
+        assert not counted.is_full(float("inf"))
+        assert unread(slow).is_aborted and slow.protocol._connections.ended["unread"] == 1
+
+    run(test)

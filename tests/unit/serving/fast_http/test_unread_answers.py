@@ -1,0 +1,72 @@
+"""Answers that peers do not take are bounded in bytes: slow peers are cut off first, then no large answer is begun."""
+
+import pytest
+
+from serving.fast_http.unread_answers import SLOW_S, UnreadAnswers
+
+KIB = 1 << 10
+
+
+class Peer:
+    """Takes as much of its answers as a test says."""
+
+    def __init__(self, left: int = 10 * KIB) -> None:
+        self.left, self.is_cut = left, False
+
+    def unread_bytes(self) -> int:
+        return self.left
+
+    def cut_off(self) -> None:
+        self.is_cut = True
+
+
+@pytest.fixture
+def unread() -> UnreadAnswers:
+    return UnreadAnswers(bytes_max=50 * KIB)
+
+
+def test_bytes_are_given_back_when_a_peer_has_taken_them(unread: UnreadAnswers) -> None:
+    peers = [Peer() for _ in range(5)]
+    for peer in peers:
+        unread.add(peer, 0.0)
+        unread.add(peer, 0.0)
+    assert unread.held == 50 * KIB and not unread.is_full(0.0)
+
+    for peer in peers:
+        unread.remove(peer)
+        unread.remove(peer)
+    assert unread.held == 0
+
+
+def test_peers_that_have_waited_longest_are_cut_off_until_there_is_room(
+    unread: UnreadAnswers,
+) -> None:
+    peers = [Peer() for _ in range(6)]
+    for number, peer in enumerate(peers):
+        unread.add(peer, number * SLOW_S)
+    assert [peer.is_cut for peer in peers] == [True] + [False] * 5
+
+    unread.add(Peer(25 * KIB), 6 * SLOW_S)
+    assert [peer.is_cut for peer in peers] == [True] * 4 + [False] * 2 and unread.cut == 4
+    assert unread.held == 45 * KIB
+
+
+def test_peers_that_came_just_now_are_left_and_no_more_is_begun(unread: UnreadAnswers) -> None:
+    peers = [Peer() for _ in range(7)]
+    for peer in peers:
+        unread.add(peer, 0.0)
+    assert unread.is_full(0.9 * SLOW_S) and not any(peer.is_cut for peer in peers)
+
+    assert not unread.is_full(SLOW_S)
+    assert [peer.is_cut for peer in peers] == [True] * 2 + [False] * 5
+
+
+def test_what_was_taken_since_is_seen_before_anybody_is_cut_off(unread: UnreadAnswers) -> None:
+    peers = [Peer() for _ in range(7)]
+    for peer in peers:
+        unread.add(peer, 0.0)
+    for peer in peers:
+        peer.left = 5 * KIB
+
+    assert not unread.is_full(10 * SLOW_S) and not any(peer.is_cut for peer in peers)
+    assert unread.held == 35 * KIB
