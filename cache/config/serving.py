@@ -107,10 +107,10 @@ class ServingConfig(SharedConfig, Bounds):
     """Bytes that may wait for the model; more goes down the ladder."""
 
     queue_target_ms: PositiveFloat = 20.0
-    """Milliseconds that a turn of the event loop may take throughout an interval before live is left out of more and
-    more answers (`live: "overloaded"`); where next to no live answer is left to leave out, and at once at turns of
-    five times this, batches and ids that are not stored are refused more and more, 503 `overloaded` with
-    `Retry-After`."""
+    """Milliseconds that a turn of the event loop, or the wait of a request for its turn, may take throughout an
+    interval before live is left out of more and more answers (`live: "overloaded"`); where next to no live answer is
+    left to leave out, and at once at five times this, batches and ids that are not stored are refused more and more,
+    503 `overloaded` with `Retry-After`."""
     queue_interval_ms: PositiveFloat = 100.0
     """Length of that interval in milliseconds; after one above the target the share of live shrinks in proportion,
     after one below it grows, by a tenth first and by twice as much each time."""
