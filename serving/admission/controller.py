@@ -62,6 +62,10 @@ class Admission:
         """True if requests stand before the loop, so that some may be too late."""
         return self.loop.wait > self.loop.target
 
+    def may_be_late(self, waited_s: float) -> bool:
+        """True if a request waited so long, or stands before such a queue, that its deadline is to be looked at."""
+        return self.is_behind or waited_s > self.loop.target
+
     def is_late(self, deadline_s: float, waited_s: float = 0.0) -> bool:
         """Returns whether a request with so much time has spent it all before its turn; then it is counted as shed.
 

@@ -46,10 +46,6 @@ class AdmissionGate:
         """True if the time of a request is gone before its turn; counted."""
         return self.lateness.is_late(scope, body, waited_s)
 
-    def may_be_late(self, waited_s: float) -> bool:
-        """True if a request waited so long, or stands before such a queue, that its deadline is to be looked at."""
-        return self.admission.is_behind or waited_s > self.admission.loop.target
-
     async def late(self, scope: Scope, receive: Receive, waited_s: float = 0.0) -> Receive | None:
         """From where a request can be read that came to a standing queue; None for one that is too late.
 

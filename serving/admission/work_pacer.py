@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from math import inf
 from typing import Any, Final
 
+from serving.requests.models import RequestedEntity, RequestOptions
+
 BUDGET_S: Final = 0.004
 """Seconds of such work in one iteration: far below what a caller of a ready answer or a health probe notices, far above
 the some 20 us that an iteration costs by itself."""
@@ -27,6 +29,10 @@ _QUIET_S = 50e-6
 _RELEASED_MAX = 64
 """Waiting portions that are looked at in one iteration; those beyond its time are put off."""
 
+_TURN = 64
+"""Entities of a request that are worked on in one portion."""
+_HEAVY = 16
+"""Entities that one counts as where its list is put in another order."""
 IsGone = Callable[[], bool]
 
 
@@ -161,6 +167,26 @@ async def go_on() -> None:
         await asyncio.sleep(0)
     else:
         await pacer.go_on()
+
+
+class YieldPacer:
+    """Lets others use the event loop now and then while a large request is worked through."""
+
+    def __init__(self, options: RequestOptions | None = None) -> None:
+        is_heavy = options is not None and options.rerank is not None and options.rerank.is_heavy
+        self._each = _HEAVY if is_heavy else 1
+        self._done = 0
+
+    async def step(self, entity: RequestedEntity) -> None:
+        """Counts one more entity, a long input and an order by likeness as several."""
+        self._done += self._each
+        if entity.history or entity.features:
+            features = (entity.features or {}).values()
+            numbers = sum([len(each) if type(each) is tuple else 1 for each in features])
+            self._done += (len(entity.history or ()) + numbers) // 16
+        if self._done >= _TURN:
+            self._done = 0
+            await go_on()
 
 
 def note_wait(scope: MutableMapping[str, Any], waited_s: float) -> None:

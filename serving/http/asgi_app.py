@@ -167,7 +167,7 @@ class Front(FastAPI):
                 waited_s = await work.begin(scope.get(IS_GONE, _stays), is_short=is_short)
                 note_wait(scope, waited_s)
                 judged: Receive | None = receive
-                if gate.may_be_late(waited_s):
+                if gate.admission.may_be_late(waited_s):
                     judged = await gate.late(scope, receive, waited_s)
                 found: Messages | None = OVERLOADED
                 if not is_short and not self.has_room():
@@ -268,7 +268,9 @@ class Front(FastAPI):
             try:
                 waited_s = await work.begin(scope[IS_GONE], is_short=True)
                 note_wait(scope, waited_s)
-                if not (gate.may_be_late(waited_s) and gate.is_late(scope, b"", waited_s)):
+                if not (
+                    gate.admission.may_be_late(waited_s) and gate.is_late(scope, b"", waited_s)
+                ):
                     found: Messages | None = OVERLOADED
                     if asked.is_plain:
                         found = await fast.get(asked)

@@ -16,10 +16,10 @@ from cache.format.manifest import Table
 from cache.format.records.codec import Record, decode
 from cache.model.predictor import LiveInput
 from cache.tiers.results import Found, Missed, MissReason, Outcome, Want
+from serving.admission.work_pacer import YieldPacer
 from serving.answers.sources import Source
 from serving.fresh.newer_events import CountedEvents
 from serving.generations.snapshot import Snapshot
-from serving.lookup.yield_pacer import YieldPacer
 from serving.rendering.answer_fields import Answer, History, Prediction, history_in
 from serving.requests.errors import Problem, from_input
 from serving.requests.models import Ask, RequestedEntity, RequestOptions

@@ -7,11 +7,11 @@ import xxhash
 from cache.events.new_item_tower import ITEM_VECTORS
 from cache.events.new_items import NO_NEW, NewItemsOf
 from cache.tiers.results import MissReason
+from serving.admission.work_pacer import YieldPacer
 from serving.answers.reasons import LiveReason
 from serving.fresh.newer_events import NO_LIMIT, CountedEvents, NewerEvents
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
-from serving.lookup.yield_pacer import YieldPacer
 from serving.requests.models import RequestOptions
 
 

@@ -13,13 +13,13 @@ from cache.l2.lease_commands import Mark
 from cache.tiers.results import STANDS_IN, MissReason
 from cache.tiers.singleflight import Boarded, SingleFlight
 from cache.tiers.tiered import Found, Tiered, Want
+from serving.admission.work_pacer import YieldPacer
 from serving.answers.reasons import LiveReason
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
 from serving.lookup.event_counting import new_items_of
 from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
-from serving.lookup.yield_pacer import YieldPacer
 from serving.metrics.changed_answers import ChangedAnswers
 from serving.usage.repeat_rate import Repeats
 

@@ -9,6 +9,7 @@ from cache.format.records.codec import Record, decode
 from cache.l2.commands import OVERLAY_COMMANDS
 from cache.l2.pool import deadline_for
 from cache.tiers.tiered import Found, MissReason, Outcome, View, Want
+from serving.admission.work_pacer import YieldPacer
 from serving.answers.reasons import LiveReason
 from serving.answers.sources import Source
 from serving.fresh.newer_events import NewerEvents
@@ -18,7 +19,6 @@ from serving.lookup.answer_builder import Reply, Turn
 from serving.lookup.entity import Case, cases_of, still_open, want_of_previous
 from serving.lookup.event_counting import count_newer
 from serving.lookup.micro_batcher import Computed, LiveUnavailable
-from serving.lookup.yield_pacer import YieldPacer
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
 from serving.requests.models import Ask, RequestOptions

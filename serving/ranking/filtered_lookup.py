@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from serving.admission.work_pacer import YieldPacer
 from serving.answers.reasons import LiveReason
 from serving.answers.sources import Source
 from serving.generations.served_set import Holding
@@ -16,7 +17,6 @@ from serving.lookup.answer_builder import Turn, left_out
 from serving.lookup.entity import Case, cases_of
 from serving.lookup.event_counting import count_as
 from serving.lookup.ladder import Ladder
-from serving.lookup.yield_pacer import YieldPacer
 from serving.ranking.filters import Filters, Search
 from serving.ranking.user_vectors import metric_of, vector_table
 from serving.rendering.answer_fields import Answer

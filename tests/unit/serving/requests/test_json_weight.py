@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from serving.admission.work_pacer import YieldPacer
 from serving.arrow_ipc.reader import BATCHES_MAX
-from serving.lookup.yield_pacer import YieldPacer
 from serving.requests import content, fields
 from serving.requests.content import LARGE, beside, lookup_of, peek, refuse, take
 from serving.requests.errors import Problem
