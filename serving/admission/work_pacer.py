@@ -23,7 +23,7 @@ IS_GONE: Final = "larder.is_gone"
 
 _WAITED: Final = "larder.waited_s"
 _SOCKETS_FIRST_S = 0.05
-"""Seconds for which work waits at most while the loop finds something to do at its sockets."""
+"""Seconds for which new work waits at most while the loop finds something to do at its sockets."""
 _QUIET_S = 50e-6
 """Seconds within which an iteration ends that found nothing to do at its sockets."""
 _RELEASED_MAX = 64
@@ -50,9 +50,9 @@ class _Waiter:
 class WorkPacer:
     """Admits portions of work, up to `budget_s` in one iteration of one event loop, those of begun requests first.
 
-    In between, the loop handles its sockets until nothing is ready, for 50 ms at most: it accepts one connection
-    in an iteration, so that a health probe would wait for as many portions as there are connections before its own. By
-    then the loop also knows of clients that have gone.
+    Before new work is begun, the loop handles its sockets until nothing is ready, for 50 ms at most: it accepts one
+    connection in an iteration, so that a health probe would wait for as many portions as there are connections before
+    its own. By then the loop also knows of clients that have gone.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WorkPacer:
         self._next: deque[_Waiter] = deque()
         self._put_off: list[tuple[deque[_Waiter], _Waiter]] = []
         self._until: float | None = None  # None: nothing was begun in this iteration
-        self._turned_at = self._worked_at = -inf
+        self._turned_at = self._worked_at = self._begun_at = -inf
         self._is_armed = False
 
     def waited_s(self) -> float:
@@ -133,12 +133,22 @@ class WorkPacer:
         if not (self._first or self._next):
             return
         self._arm()
-        if not is_quiet and now - self._worked_at < _SOCKETS_FIRST_S:
-            return
-        released = 0
-        for queue in (self._first, self._next):
-            while queue and released < _RELEASED_MAX:
-                released += _wake(queue.popleft())
+        released = _wake_some(self._first, _RELEASED_MAX)
+        if self._next and not is_quiet:
+            waited_s = now - max(self._begun_at, self._next[0].since)
+            if waited_s < _SOCKETS_FIRST_S:
+                return
+        if self._next:
+            self._begun_at = now
+            _wake_some(self._next, _RELEASED_MAX - released)
+
+
+def _wake_some(queue: deque[_Waiter], most: int) -> int:
+    """Wake those who have waited longest; return their number."""
+    count = 0
+    while queue and count < most:
+        count += _wake(queue.popleft())
+    return count
 
 
 def _wake(waiter: _Waiter) -> bool:
