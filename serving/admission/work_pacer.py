@@ -24,6 +24,8 @@ IS_GONE: Final = "larder.is_gone"
 _WAITED: Final = "larder.waited_s"
 _SOCKETS_FIRST_S = 0.05
 """Seconds for which new work waits at most while the loop finds something to do at its sockets."""
+_GONE_S = 1.0
+"""Seconds after a client has gone for which more of its kind are expected."""
 _QUIET_S = 50e-6
 """Seconds within which an iteration ends that found nothing to do at its sockets."""
 _RELEASED_MAX = 64
@@ -65,6 +67,7 @@ class WorkPacer:
         self._until: float | None = None  # None: nothing was begun in this iteration
         self._turned_at = self._worked_at = self._begun_at = -inf
         self._is_armed = False
+        self._gone_until = -inf
 
     def waited_s(self) -> float:
         """Seconds that the oldest request has waited for its work to begin; 0 where none waits."""
@@ -75,8 +78,12 @@ class WorkPacer:
 
     @property
     def is_backlogged(self) -> bool:
-        """True if requests wait for their work to begin."""
-        return bool(self._next)
+        """True if requests wait for their work to begin, or clients left while theirs waited a moment ago."""
+        return bool(self._next) or self._timer() < self._gone_until
+
+    def note_gone(self) -> None:
+        """Note that a client has gone while work waited: others that have gone are looked for as they are accepted."""
+        self._gone_until = self._timer() + _GONE_S
 
     async def begin(self, is_gone: IsGone, *, is_short: bool = False) -> float:
         """Wait until the work of a request may begin; return the seconds waited.
@@ -89,7 +96,11 @@ class WorkPacer:
             is_free = is_free and not self._next and now - self._worked_at >= self._budget_s
         if is_free and self._is_within_budget():
             return 0.0
-        await self._wait(self._first if is_short else self._next, now, is_gone)
+        try:
+            await self._wait(self._first if is_short else self._next, now, is_gone)
+        except CallerGone:
+            self.note_gone()
+            raise
         return self._timer() - now
 
     async def go_on(self) -> None:

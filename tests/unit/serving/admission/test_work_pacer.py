@@ -129,6 +129,9 @@ async def test_who_has_gone_while_it_waited_is_dropped(pacer: WorkPacer, clock: 
 
     assert worked == list(range(0, 20, 2))
     assert [type(outcome) for outcome in outcomes[1::2]] == [CallerGone] * 10
+    assert pacer.is_backlogged  # more of them are expected for a second
+    clock.tick(1.0)
+    assert not pacer.is_backlogged
 
 
 async def test_who_was_cancelled_while_it_waited_holds_up_nobody(

@@ -34,10 +34,13 @@ async def test_while_work_waits_a_connection_that_is_closed_already_is_not_read(
     monkeypatch.setattr("serving.fast_http.connection.has_closed", lambda _transport: True)
     monkeypatch.setattr(Transport, "abort", Transport.close)
     front: Any = Front()
-    work, shed = SimpleNamespace(is_backlogged=is_backlogged), {"gone": 0}
+    noted: list[bool] = []
+    work = SimpleNamespace(is_backlogged=is_backlogged, note_gone=lambda: noted.append(True))
+    shed = {"gone": 0}
     front.gate = SimpleNamespace(admission=SimpleNamespace(work=work, shed=shed))
 
     connection = Connection(front)
 
     assert connection.transport.is_closed == is_backlogged and shed["gone"] == is_backlogged
+    assert bool(noted) == is_backlogged
     connection.protocol.connection_lost(None)
