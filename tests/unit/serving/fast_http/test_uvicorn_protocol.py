@@ -488,7 +488,8 @@ def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_it
 ):
     async def test() -> None:
         slow = opened(bounds=Bounds(answers_bytes=100))
-        counted = slow.protocol._connections.unread
+        wire: Any = slow.protocol
+        counted = wire._connections.unread
         unread(slow).left = 90
         slow.protocol.pause_writing()
         assert counted.held == 90
@@ -500,6 +501,6 @@ def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_it
         slow.protocol.pause_writing()
         assert counted.is_full(0.0) and not unread(slow).is_aborted
         assert not counted.is_full(float("inf"))
-        assert unread(slow).is_aborted and slow.protocol._connections.ended["unread"] == 1
+        assert unread(slow).is_aborted and wire._connections.ended["unread"] == 1
 
     run(test)
