@@ -141,8 +141,14 @@ static PyObject *parts_places(parts_object *self, PyObject *args) {
         if (at < self->starts[part]) part = 0;
         while (at >= self->starts[part + 1]) part++;
         at -= self->starts[part];
-        page[i] = at / per_page + first_pages[part];
-        offset[i] = at % per_page * size;
+        int64_t page_number, byte_offset;
+        if (__builtin_add_overflow(at / per_page, first_pages[part], &page_number) ||
+            __builtin_mul_overflow(at % per_page, size, &byte_offset)) {
+            wrong("a page number or an offset does not fit 64 bits");
+            goto end;
+        }
+        page[i] = page_number;
+        offset[i] = byte_offset;
     }
     both = PyTuple_Pack(2, pages, offsets);
 end:

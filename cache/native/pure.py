@@ -29,6 +29,7 @@ _DIGITS_MAX = 19
 _BOUND_MAX = 1 << 48
 _HEADER_BYTES = 64
 """Digits from which on the parser, too, takes a header for no number."""
+_INT64_MAX = 2**63 - 1
 DENSE = 2
 """Number of rows to a chosen one, below which all are multiplied: rows cost more to gather than to read on."""
 
@@ -62,13 +63,19 @@ class HashParts:
     def places(
         self, positions: Buffer, first_pages: Buffer, per_page: int, size_bytes: int, /
     ) -> tuple[Buffer, Buffer]:
-        """(int64 pages, int64 offsets) of int64 positions; raises ValueError for one that no part has."""
+        """(int64 pages, int64 offsets) of int64 positions.
+
+        Raises ValueError for a position that no part has, and for a result that does not fit 64 bits.
+        """
         at = np.frombuffer(positions, np.int64)
         if at.size and not 0 <= at.min() <= at.max() < self._starts[-1]:
             raise ValueError("a position that no part has")
         parts = self._starts.searchsorted(at, "right") - 1
         pages, slots = np.divmod(at - self._starts[parts], per_page)
-        return pages + np.frombuffer(first_pages, np.int64)[parts], slots * size_bytes
+        firsts = np.frombuffer(first_pages, np.int64)[parts]
+        if (firsts > _INT64_MAX - pages).any() or (slots > _INT64_MAX // size_bytes).any():
+            raise ValueError("a page number or an offset does not fit 64 bits")
+        return pages + firsts, slots * size_bytes
 
 
 class ReplyScanner:
@@ -154,9 +161,8 @@ def dots(vector: Buffer, matrix: Buffer, ordinals: Buffer, /) -> Buffer:
 
 
 def are_ids(ids: list[bytes], most: int, /) -> bool:
-    """True if each has a length that an id may have: 1 to `most` bytes."""
-    lengths = list(map(len, ids))
-    return min(lengths, default=1) > 0 and max(lengths, default=1) <= most
+    """True if each is bytes of a length that an id may have: 1 to `most`."""
+    return all(isinstance(raw, bytes) and 0 < len(raw) <= most for raw in ids)
 
 
 def could_be(data: bytes, count: int, length: int, /) -> bool:

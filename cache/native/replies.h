@@ -61,6 +61,14 @@ end:
     return both;
 }
 
+/* Whether a list of places is 0, 1, ... up to `count`, so that no record is left unwritten. */
+static int are_all_places(PyObject *places, Py_ssize_t count) {
+    if (PyList_GET_SIZE(places) != count) return 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (PyLong_AsSsize_t(PyList_GET_ITEM(places, i)) != i) return PyErr_Clear(), 0;
+    return 1;
+}
+
 /* `count` records of `size` bytes: those of `rows` at a list of places, others by their place in a dictionary, else
    zeros. */
 static PyObject *spread(PyObject *module, PyObject *args) {
@@ -79,7 +87,7 @@ static PyObject *spread(PyObject *module, PyObject *args) {
     if (!(whole = PyByteArray_FromStringAndSize(NULL, count * size))) goto end;
     char *to = PyByteArray_AS_STRING(whole);
     const char *from = rows.view.buf;
-    if (PyList_GET_SIZE(places) < count) memset(to, 0, (size_t)(count * size));
+    if (!are_all_places(places, count)) memset(to, 0, (size_t)(count * size));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places); i++) {
         Py_ssize_t at = PyLong_AsSsize_t(PyList_GET_ITEM(places, i));
         if (at < 0 || at >= count) goto outside;

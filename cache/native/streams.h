@@ -12,6 +12,8 @@ static int put_numbers(char *head, Py_ssize_t room, Py_ssize_t at, const int64_t
 
 static int put_nodes(char *head, Py_ssize_t room, Py_ssize_t at, PyObject *nodes) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(nodes); i++) {
+        /* Any other object would run its __index__ here, which may change the buffers whose sizes are summed already. */
+        if (!PyLong_Check(PyList_GET_ITEM(nodes, i))) return wrong("numbers of nodes are integers"), 0;
         int64_t number = PyLong_AsLongLong(PyList_GET_ITEM(nodes, i));
         if (PyErr_Occurred() || !put_numbers(head, room, at + 8 * i, &number, 1)) return 0;
     }

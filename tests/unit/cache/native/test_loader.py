@@ -315,3 +315,66 @@ def test_records_laid_out_otherwise_than_they_are_described_are_refused(
 
     with pytest.raises(ConfigError, match=f"compiled with {name} = {number + 1}, .* has {number}"):
         loader.load({})
+
+
+class _IndexThatClears:
+    """An object that stands for an integer, and that empties a list when it is asked for its value."""
+
+    def __init__(self, buffers: list[bytes]) -> None:
+        self._buffers = buffers
+
+    def __index__(self) -> int:
+        self._buffers[:] = [bytes(8) for _ in self._buffers]
+        return 1
+
+
+def test_a_stream_takes_integers_alone_as_numbers_of_nodes() -> None:
+    buffers = [bytes(8)]
+
+    with pytest.raises(ValueError, match="integers"):
+        COLUMNS.stream(
+            b"", bytes(64), 0, 8, 16, 40, 1, [_IndexThatClears(buffers)], buffers, b"",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", [COLUMNS, pure])
+@pytest.mark.parametrize("places", [[0] * 10, [9] * 10, [1, 0, *range(2, 9), 8]])
+def test_records_at_places_named_twice_leave_zeros_elsewhere(
+    kernels: Any, places: list[int]
+) -> None:
+    size = 1 << 16  # large enough for memory that was in use before
+    rows = b"".join(bytes([place + 1]) * size for place in range(10))
+    wanted = bytearray(10 * size)
+    for row, place in enumerate(places):
+        wanted[place * size : (place + 1) * size] = rows[row * size : (row + 1) * size]
+    used = bytearray(b"\xff" * len(wanted))
+    del used  # its memory is what an allocator hands out next
+
+    spread = bytes(kernels.spread(10, size, rows, places, {}))
+
+    assert spread == wanted
+
+
+@pytest.mark.parametrize("kernels", [COLUMNS, pure])
+@pytest.mark.parametrize(
+    ("first_page", "per_page", "size"), [(2**63 - 1, 1, 16), (0, 2**62, 2**62), (0, 8, 2**63 - 1)]
+)
+def test_a_page_or_an_offset_beyond_64_bits_is_refused(
+    kernels: Any, first_page: int, per_page: int, size: int
+) -> None:
+    parts = kernels.HashParts((0,), (np.arange(4, dtype=np.uint64),))
+    positions, first_pages = np.array([3], np.int64), np.array([first_page], np.int64)
+
+    with pytest.raises(ValueError, match="64 bits"):
+        parts.places(positions, first_pages, per_page, size)
+
+
+@pytest.mark.parametrize("kernels", [COLUMNS, pure])
+@pytest.mark.parametrize(
+    ("ids", "most", "is_fine"),
+    [([], 0, True), ([], 9, True), ([b"a"], 0, False), ([b"a", "b"], 9, False), ([b""], 9, False)],
+)
+def test_ids_are_judged_alike_with_none_of_them_or_none_allowed(
+    kernels: Any, ids: list[Any], most: int, is_fine: bool
+) -> None:
+    assert kernels.are_ids(ids, most) is is_fine
