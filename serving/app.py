@@ -1,6 +1,5 @@
 """The HTTP application: its routes, for as long as the service behind them runs, and its errors."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from cache.process.background_loops import BackgroundLoops
 from serving.access.callers import Callers
 from serving.access.quota_table import QuotaTable
 from serving.access.token_watch import TokenWatch
@@ -40,17 +40,18 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
     tokens = tokens_in_force(config, peers)
     files = TlsFiles.of(config)
     tls = None if files is None else TlsWatch(files)
+    loops = BackgroundLoops()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with (
-            running(config, peers) as service,
+            running(config, peers, loops) as service,
             watched(config, service, replica_id()) as (front.watch, is_traced),
+            tokens.followed(loops, recognise),
         ):
             app.state.service = service
             for each in filter(None, (tokens, tls)):
                 service.metrics.registry.register(each)
-            keeping = asyncio.create_task(tokens.keep(recognise))
             # Routes are tried in order: what is asked most comes before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()
@@ -61,7 +62,6 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
                 front.fast = fast_lookups(service, is_traced)
                 front.wire = None if config.traces else front.fast
             yield
-            keeping.cancel()
             front.gate = front.fast = front.wire = None
 
     front = app = Front(
@@ -73,6 +73,7 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
     )
 
     app.state.tls = tls
+    app.state.loops = loops
 
     def recognise(callers: Callers) -> None:
         front.callers = callers
@@ -120,7 +121,7 @@ def make_server(
     With `fast_http` its connections answer lookups themselves, and have bounds of their own; else uvicorn's do.
     """
     tls: TlsWatch | None = app.state.tls
-    rest = config.drain_s, announce, tls, config.head_timeout_s
+    rest = config.drain_s, announce, tls, config.head_timeout_s, app.state.loops
     if not config.fast_http:
         return Server(settings_of(app, config, log_level, Http1Protocol, tls), None, *rest)
     from serving.fast_http.connection import Shared, protocol

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
 
+from cache.process.background_loops import BackgroundLoops
 from serving.collectors import Parts
 from serving.components import Answering
 from serving.config.cpu_affinity import step_back
@@ -27,6 +28,7 @@ from serving.http.exposition import Exposition
 from serving.http.service import Service
 from serving.lookup.service import LookupService
 from serving.metrics.event_counters import Events
+from serving.metrics.loop_failures import LoopFailures
 from serving.metrics.registry import Metrics
 from serving.namespace import HeldNamespace, ServedArm
 from serving.near.near_metrics import NearMetrics
@@ -45,10 +47,13 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
-async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIterator[Service]:
-    """Everything behind the routes, opened in order and closed in reverse."""
+async def running(
+    config: ServingConfig, peers: Peers | None = None, loops: BackgroundLoops | None = None
+) -> AsyncIterator[Service]:
+    """Everything behind the routes, opened in order and closed in reverse; `loops` run the background."""
     name = replica_id()
-    answering = Answering.of(config, name)
+    loops = BackgroundLoops() if loops is None else loops
+    answering = Answering.of(config, name, loops)
     metrics, keyed = answering.metrics, answering.keyed
     ladder, remote, tiers = keyed.ladder, keyed.remote, keyed.tiers
     aside = ThreadPoolExecutor(
@@ -58,14 +63,14 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     host = Host(config.store().local(""), reading)
     hold = partial(
         HeldNamespace.of, cores=answering.cores, host=host, aside=aside, in_thread=reading,
-        near=answering.near,
+        near=answering.near, loops=loops,
     )  # fmt: skip
     own = hold(config, name, keyed, metrics=metrics, flipped=answering.local.absences.flipped)
     store, clock, shelf, follower = own.store, own.clock, own.shelf, own.follower
     refresher = own.refresher
     quality = QualityMonitor(
         config, keyed.watch, metrics, answering.local, remote.control, shelf, ladder.recent,
-        answering.batcher, answering.admission, clock, name,
+        answering.batcher, answering.admission, clock, name, loops,
     )  # fmt: skip
     releases, room = ReleaseWatch(store, reading), Room(remote.control)
     advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
@@ -77,13 +82,20 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             refresher.also(every_s, step)
     nights = Nights(config.nights(), follower)
     metrics.registry.register(advisor)
+    metrics.registry.register(LoopFailures(loops))
+
+    def note_failing() -> None:
+        failing = ", ".join(f"{name}: {error}" for name, error in loops.failing.items())
+        follower.note("background", "background_failing" if failing else None, failing)
+
+    loops.changed = note_failing
     metrics.registry.register(Figures(lambda: shelf.holding, nights, releases, room))
     events = None
     if config.events.enabled:
         newest = NewestPosition(ladder.newer, shelf, config.of_events().store())
         events = EventParts.of(
             config, name, lambda: shelf.blocklist, newest,
-            lambda: None if shelf.live is None else shelf.live.takes,
+            lambda: None if shelf.live is None else shelf.live.takes, loops,
         )  # fmt: skip
         events.also(refresher, config.figures_s)
     parts = Parts(

@@ -11,6 +11,7 @@ from cache.l2.circuit_breaker import Breaker
 from cache.l2.cluster.tier import open_tier
 from cache.l2.data_plane import DataPlane
 from cache.l2.tier import RemoteConfig
+from cache.process.background_loops import BackgroundLoops
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
@@ -62,10 +63,14 @@ class Answering:
     executor: ThreadPoolExecutor
     keyed: Keyed
     near: NearMatches | None
+    loops: BackgroundLoops
 
     @classmethod
-    def of(cls, config: ServingConfig, name: str) -> "Answering":
-        """All parts, `name` for a replica; nothing is connected yet."""
+    def of(
+        cls, config: ServingConfig, name: str, loops: BackgroundLoops | None = None
+    ) -> "Answering":
+        """All parts, `name` for a replica; nothing is connected yet. `loops` run the background."""
+        loops = BackgroundLoops() if loops is None else loops
         metrics = Metrics()
         metrics.namespace_info.labels(config.namespace).set(1)
         cores = parse_cores(config.live_cores)
@@ -93,17 +98,20 @@ class Answering:
             requests_max=config.requests_max,
         )
         pulse = Pulse(
-            admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _LOOKS
-        )
+            admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _LOOKS,
+            loops=loops,
+        )  # fmt: skip
         local = LocalTier(config.l1_bytes)
         watch = UsageObserver(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
-        keyed = _keyed(config, name, local, batcher, admission, metrics, watch)
-        return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed, near)
+        keyed = _keyed(config, name, local, batcher, admission, metrics, watch, loops)
+        return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed, near, loops)
 
     def of_namespace(self, config: ServingConfig, name: str) -> Keyed:
         """The parts that read another namespace's keys; L1, processors, admission and counts are those of all."""
         watch = UsageObserver(self.metrics.l1_misses, self.local.absences)
-        return _keyed(config, name, self.local, self.batcher, self.admission, self.metrics, watch)
+        return _keyed(
+            config, name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
+        )
 
     async def aclose(self) -> None:
         """Closes what is connected, and lets go of who computes."""
@@ -119,6 +127,7 @@ def _keyed(
     admission: Admission,
     metrics: Metrics,
     watch: UsageObserver,
+    loops: BackgroundLoops,
 ) -> Keyed:
     remote = open_tier(
         RemoteConfig(
@@ -129,7 +138,8 @@ def _keyed(
         Keyspace(config.namespace),
         lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
     )
-    tiers = Tiered(local, NegativeCache(config.negative_entries, config.negative_ttl_s), remote)
+    absences = NegativeCache(config.negative_entries, config.negative_ttl_s)
+    tiers = Tiered(local, absences, remote, loops=loops)
     lead = Lead(
         remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name
     )

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Self
 
 from cache.model.runtime import Accelerator
+from cache.process.background_loops import BackgroundLoops
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
@@ -60,6 +61,7 @@ class HeldNamespace:
         aside: Executor,
         in_thread: InThread,
         near: NearMatches | None,
+        loops: BackgroundLoops | None = None,
         flipped: Callable[[str], None] = lambda _before: None,
     ) -> Self:
         """All parts, `name` for a replica; nothing is read yet. `metrics` are those of this namespace alone."""
@@ -114,6 +116,7 @@ class HeldNamespace:
         refresher = Refresher(
             follower, store, control, beat, poll_s=config.poll_s,
             blocklist_poll_s=config.blocklist_poll_s, heartbeat_s=config.heartbeat_s, in_thread=in_thread,
+            loops=loops,
         )  # fmt: skip
         if config.events.enabled:
             refresher.also(VALUES_S, shelf.take_values)

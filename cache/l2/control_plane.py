@@ -164,8 +164,10 @@ class ServerControl(ControlPlane):
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
         """Messages of a channel; ends with TierUnavailable when the connection does."""
-        async with self._client.pubsub(ignore_subscribe_messages=True) as subscription:
-            with as_unavailable():
+        with (
+            as_unavailable()
+        ):  # around the end of the subscription, too: it may meet a connection that is gone
+            async with self._client.pubsub(ignore_subscribe_messages=True) as subscription:
                 await subscription.subscribe(channel or self.keyspace.channel)
                 async for message in subscription.listen():
                     yield message["data"]

@@ -10,6 +10,9 @@ from redis import exceptions
 from cache.errors import ConfigError, LarderError, Refused, TierUnavailable
 from cache.l2.slots import SLOTS, join_address
 
+HANDLER_CLOSED = "the handler is closed"
+"""End of the RuntimeError that uvloop raises for a transport that closed before a command was written to it."""
+
 # An IPv6 address comes without brackets; a host that is empty or `?` does not say where.
 _WHERE = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII)
 
@@ -49,6 +52,10 @@ def as_unavailable() -> Iterator[None]:
         late = isinstance(error, exceptions.TimeoutError | TimeoutError)
         reason = "timeout" if late else "connection"
         raise TierUnavailable(f"Redis: {error}", reason=reason) from error
+    except RuntimeError as error:
+        if not str(error).endswith(HANDLER_CLOSED):
+            raise
+        raise TierUnavailable("Redis closed the connection", reason="connection") from error
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from cache.format.redis_keys import hash_hex
 from cache.l2.commands import Answer, Overlay, OverlayWrite
 from cache.l2.data_plane import DataPlane
 from cache.l2.lease_commands import Mark
+from cache.process.background_loops import BackgroundLoops
 from cache.tiers.access_sample import Trace
 from cache.tiers.addressing import FlightKey, FlightKeys, reads_of
 from cache.tiers.batch_reader import RowReads
@@ -55,6 +56,7 @@ class Tiered:
         *,
         writes_max_bytes: int = 8 << 20,
         timer: Callable[[], float] = time.monotonic,
+        loops: BackgroundLoops | None = None,
     ) -> None:
         self.local = local
         self.negative = negative
@@ -62,7 +64,7 @@ class Tiered:
         self.trace = Trace()
         self.flights: SingleFlight[FlightKey, Entry | Missed] = SingleFlight()
         self._flight_keys = FlightKeys()
-        self.writes = WriteBehind(remote.write_overlays, writes_max_bytes, timer)
+        self.writes = WriteBehind(remote.write_overlays, writes_max_bytes, timer, loops)
         self._remote = remote
         self._rows = RowReads(local, self.flights, self._flight_keys, remote, self.counters)
         self._timer = timer

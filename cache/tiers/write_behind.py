@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from cache.errors import TierUnavailable
 from cache.l2.commands import OverlayWrite
+from cache.process.background_loops import BackgroundLoops, stop
 
 _AT_ONCE = 256
 _AT_ONCE_S = 0.001
@@ -22,7 +23,11 @@ class WriteBehind:
     """
 
     def __init__(
-        self, write: Write, max_bytes: int, timer: Callable[[], float] = time.monotonic
+        self,
+        write: Write,
+        max_bytes: int,
+        timer: Callable[[], float] = time.monotonic,
+        loops: BackgroundLoops | None = None,
     ) -> None:
         self.stored = 0
         self.failed = 0
@@ -31,6 +36,7 @@ class WriteBehind:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._timer = timer
+        self._loops = BackgroundLoops() if loops is None else loops
         self._queue: deque[tuple[OverlayWrite, float]] = deque()
         self._task: asyncio.Task[None] | None = None
 
@@ -44,35 +50,32 @@ class WriteBehind:
             return
         self._bytes += len(write.payload)
         self._queue.append((write, self._timer() + write.ttl_s))
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._drain())
+        if self._task is None or self._task.done():
+            self._task = self._loops.start(
+                "WriteBehind.write_some", self._write_some, is_due=lambda: bool(self._queue)
+            )
 
     async def aclose(self, timeout_s: float) -> None:
         """Stores what is queued as far as `timeout_s` allows and drops the rest."""
         task = self._task
         if task is not None:
             await asyncio.wait({task}, timeout=timeout_s)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await stop([task])
         self.dropped += len(self._queue)
         self._queue.clear()
         self._bytes = 0
 
-    async def _drain(self) -> None:
-        under_way = 0
+    async def _write_some(self) -> None:
+        """Write what waits longest; whatever is raised, these writes have ended as failed."""
+        writes = self._next()
+        if not writes:
+            return
+        stored = 0
         try:
-            while self._queue:
-                writes = self._next()
-                if not (under_way := len(writes)):
-                    continue
-                errors = await self._write(writes)
-                under_way = 0
-                failed = sum(error is not None for error in errors)
-                self.failed += failed
-                self.stored += len(errors) - failed
+            stored = (await self._write(writes)).count(None)
         finally:
-            self.failed += under_way
-            self._task = None
+            self.stored += stored
+            self.failed += len(writes) - stored
 
     def _next(self) -> list[OverlayWrite]:
         """Takes some of the queue's writes, with what is left of their lives; what has none left is dropped."""

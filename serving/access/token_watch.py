@@ -1,9 +1,11 @@
 """Tokens in force: read where the service starts, and again within a second of each change of their file."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cache.errors import ConfigError
+from cache.process.background_loops import BackgroundLoops, stop
 from cache.store.local_files import file_version
 from serving.access.callers import Asked, Callers
 from serving.access.quota import QuotaRows
@@ -44,14 +47,29 @@ class TokenWatch(Collector):
         self.is_stale = False
         self.callers = self._made(None if self._path is None else read_tokens(self._path))
 
-    async def keep(self, changed: Callable[[Callers], None]) -> None:
-        """Reads the file again whenever it changes, and passes on who is known then; until cancelled."""
-        while self._path is not None:
-            await asyncio.sleep(LOOK_S)
-            # Beside the loop, which a mount that hangs would hold up.
-            found = await asyncio.to_thread(self._read)
+    @contextlib.asynccontextmanager
+    async def followed(
+        self, loops: BackgroundLoops, changed: Callable[[Callers], None]
+    ) -> AsyncIterator[None]:
+        """Look at the file every LOOK_S for as long as the context is open, and pass on other callers."""
+        if self._path is None:
+            yield
+            return
+        # One thread for this alone: neither a mount that hangs nor a flood of other work may put a revocation off, nor
+        # hold up the event loop.
+        executor = ThreadPoolExecutor(1, "larder-tokens")
+
+        async def keep_up() -> None:
+            found = await asyncio.get_running_loop().run_in_executor(executor, self._read)
             if found is not None and self._take(*found):
                 changed(self.callers)
+
+        task = loops.start("TokenWatch.keep_up", keep_up, wait=lambda: asyncio.sleep(LOOK_S))
+        try:
+            yield
+        finally:
+            await stop([task])
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def look(self) -> bool:
         """Reads the file again if it is another one; returns whether other callers are in force now."""
@@ -68,12 +86,13 @@ class TokenWatch(Collector):
             return version, error
 
     def _take(self, version: FileVersion, tokens: Tokens | ConfigError) -> bool:
-        self._seen = version
         self.is_stale = isinstance(tokens, ConfigError)
         if isinstance(tokens, ConfigError):
             log.error("the tokens in force stay as they were: %s", tokens.message)
+            self._seen = version
             return False
         self.callers = self._made(tokens)
+        self._seen = version  # last of all: what was not put in force is read again at the next look
         log.info("%d tokens of %s are in force", len(tokens), self._path)
         return True
 

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
+from cache.process.background_loops import BackgroundLoops
+
 Observe = Callable[[float, float, float], None]
 
 
@@ -22,32 +24,41 @@ class Pulse:
     _: KW_ONLY
     every_s: float
     timer: Callable[[], float] = time.monotonic
-    _handle: asyncio.Handle | None = field(init=False, default=None)
-    _began: float = field(init=False, default=0.0)
+    loops: BackgroundLoops = field(default_factory=BackgroundLoops)
+    _task: asyncio.Task[None] | None = field(init=False, default=None)
 
     def start(self) -> None:
-        """Starts sampling, on the running event loop."""
-        self._handle = asyncio.get_running_loop().call_later(self.every_s, self._wake)
+        """Start sampling, on the running event loop."""
+        self._task = self.loops.start("Pulse.sample", self._sample)
 
     def stop(self) -> None:
-        """Stops sampling."""
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
+        """Stop sampling."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
 
-    def _wake(self) -> None:
-        # A timer runs before the loop looks at its sockets: the turn begins with the callbacks after that.
-        self._handle = asyncio.get_running_loop().call_soon(self._begin)
+    async def _sample(self) -> None:
+        """Observe the turn after a pause, and each turn after that until one is short."""
+        await asyncio.sleep(self.every_s)
+        # A timer runs before the loop looks at its sockets: the turn begins here, with the callbacks after that.
+        loop, began = asyncio.get_running_loop(), self.timer()
+        ended: asyncio.Future[None] = loop.create_future()
 
-    def _begin(self) -> None:
-        self._began = self.timer()
-        self._handle = asyncio.get_running_loop().call_soon(self._end)
+        def end() -> None:
+            nonlocal began
+            if ended.done():  # the task was cancelled meanwhile
+                return
+            now = self.timer()
+            turn_s, began = now - began, now
+            try:
+                self.observe(turn_s, self.model_wait(), now)
+            except Exception as error:
+                ended.set_exception(error)
+                return
+            if turn_s > self.every_s:
+                loop.call_soon(end)
+            else:
+                ended.set_result(None)
 
-    def _end(self) -> None:
-        now = self.timer()
-        turn_s = now - self._began
-        self.observe(turn_s, self.model_wait(), now)
-        if turn_s > self.every_s:
-            self._begin()
-        else:
-            self.start()
+        loop.call_soon(end)
+        await ended

@@ -9,6 +9,7 @@ from cache.errors import LarderError
 from cache.events.accept import SCRIPT, Accepted, PackedEvent, StreamBounds, call_of, outcomes
 from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
+from cache.process.background_loops import BackgroundLoops
 from serving.events.connection import EventsRedis, EventsUnavailable
 
 PIECE: Final = 250
@@ -39,10 +40,12 @@ class Acceptor:
         bounds: StreamBounds,
         newest: Callable[[], Position],
         script: str = SCRIPT,
+        loops: BackgroundLoops | None = None,
     ) -> None:
         """`newest` tells the newest position that is known, whatever has become of the stream since."""
         self._redis, self._keyspace, self._bounds, self._script = redis, keyspace, bounds, script
         self._newest = newest
+        self._loops = BackgroundLoops() if loops is None else loops
         self._waiting: deque[_Piece] = deque()
         self._waiting_bytes = 0
         self._sending: asyncio.Task[None] | None = None
@@ -65,9 +68,11 @@ class Acceptor:
         ]
         self._waiting.extend(pieces)
         self._waiting_bytes += sum(sizes)
-        if self._sending is None:
+        if self._sending is None or self._sending.done():
             # A task begins in the next turn: all requests of this one go along.
-            self._sending = asyncio.create_task(self._send())
+            self._sending = self._loops.start(
+                "Acceptor.send", self._send, is_due=lambda: bool(self._waiting)
+            )
         # Each is awaited, whatever came of the others: an error that nobody took would be logged as lost.
         found = await asyncio.gather(*(each.outcome for each in pieces), return_exceptions=True)
         told: list[Accepted] = []
@@ -84,12 +89,8 @@ class Acceptor:
             await asyncio.wait([self._sending])
 
     async def _send(self) -> None:
-        try:
-            while self._waiting:
-                if pieces := self._next():
-                    await self._call(pieces)
-        finally:
-            self._sending = None
+        if pieces := self._next():
+            await self._call(pieces)
 
     async def _call(self, pieces: list[_Piece]) -> None:
         events = [event for piece in pieces for event in piece.events]

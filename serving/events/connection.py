@@ -16,6 +16,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, Respon
 from cache.config.events import Durability
 from cache.errors import ConfigError, LarderError
 from cache.events.accept import FULL, SCRIPT
+from cache.l2.errors import HANDLER_CLOSED
 from cache.resp.parsers import ASYNC_BOUNDED
 from serving.events.durability import FoundDurability, durability_of
 
@@ -26,7 +27,6 @@ CONNECTIONS_MAX: Final = 8
 CONNECT_S: Final = 1.0
 REPLY_S: Final = 3.0
 """Seconds for a reply: a disk that is to have an event first may take long, a lookup never waits for it."""
-_CLOSED: Final = "the handler is closed"
 _POLICY: Final = re.compile(rb"maxmemory_policy:(\S+)")
 
 
@@ -186,7 +186,6 @@ def _as_unavailable() -> Iterator[None]:
     except (RedisError, OSError) as error:
         raise EventsUnavailable(f"the Redis of events: {error or type(error).__name__}") from error
     except RuntimeError as error:
-        # uvloop's, for a connection that was closed between its opening and the first command.
-        if not str(error).endswith(_CLOSED):
+        if not str(error).endswith(HANDLER_CLOSED):
             raise
         raise EventsUnavailable("the Redis of events closed the connection") from error

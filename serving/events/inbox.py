@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from cache.errors import LarderError
 from cache.format.redis_keys import Keyspace
+from cache.process.background_loops import BackgroundLoops, stop
 from serving.events.acceptor import PIECE
 from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
 from serving.events.intake import EventIntake
@@ -23,7 +24,6 @@ PAUSE_S: Final = 1.0
 """Seconds until the next try where Redis is away or the stream is full."""
 
 _BEGIN: Final = b"0-0"
-_CANCEL_AGAIN_S = 0.1
 
 # In one script: an entry that a consumer took between a look and DELCONSUMER would be lost with it.
 _FORGET = """
@@ -63,8 +63,14 @@ class Inbox:
     """
 
     def __init__(
-        self, redis: EventsRedis, keyspace: Keyspace, intake: EventIntake, name: str
+        self,
+        redis: EventsRedis,
+        keyspace: Keyspace,
+        intake: EventIntake,
+        name: str,
+        loops: BackgroundLoops | None = None,
     ) -> None:
+        self._loops = BackgroundLoops() if loops is None else loops
         self._redis, self._key, self._intake, self._name = redis, keyspace.inbox, intake, name
         self._own = True
         """True while entries may be left that this consumer took and did not finish."""
@@ -74,34 +80,30 @@ class Inbox:
 
     def start(self) -> None:
         """Begins to take entries, and goes on."""
-        self._task = asyncio.create_task(self._run())
+        self._task = self._loops.start("Inbox.consume", self.consume)
 
     async def aclose(self) -> None:
         """Stops; what was taken and not finished is another consumer's after a while."""
-        while self._task is not None and not self._task.done():
-            # Again and again: a client library may lose a cancellation that meets its reply.
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=_CANCEL_AGAIN_S)
+        await stop([self._task])
 
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self._redis.ask("XGROUP", "CREATE", self._key, GROUP, "0", "MKSTREAM")
-            except EventsFull:
-                pass  # at maxmemory no group is made, nor looked for: the one that may be there empties the inbox
-            except EventsUnavailable as error:
-                if "BUSYGROUP" not in str(error):
-                    await asyncio.sleep(PAUSE_S)
-                    continue
-            try:
-                while True:
-                    await self._take_in(await self._next())
-            except LarderError as error:  # full, away, or the group is gone with all of Redis
-                log.warning("the inbox of events waits: %s", error.message)
-            except Exception:  # one that ended silently would leave the inbox to grow for ever
-                log.exception("the inbox of events waits")
+    async def consume(self) -> None:
+        """Take entries in until that fails; return where its Redis is full or away, after a pause."""
+        try:
+            await self._redis.ask("XGROUP", "CREATE", self._key, GROUP, "0", "MKSTREAM")
+        except EventsFull:
+            pass  # at maxmemory no group is made, nor looked for: the one that may be there empties the inbox
+        except EventsUnavailable as error:
+            if "BUSYGROUP" not in str(error):
+                await asyncio.sleep(PAUSE_S)
+                return
+        try:
+            while True:
+                await self._take_in(await self._next())
+        except LarderError as error:  # full, away, or the group is gone with all of Redis
+            log.warning("the inbox of events waits: %s", error.message)
+        finally:
             self._own = True
-            await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
 
     async def _next(self) -> list[InboxEntry]:
         """Entries left from before, else those of consumers that fell silent, else new ones."""

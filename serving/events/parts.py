@@ -11,6 +11,7 @@ from cache.errors import LarderError
 from cache.events.accept import SCRIPT_AT_MAXMEMORY, StreamBounds
 from cache.events.new_item_tower import NewItemInputs
 from cache.events.position import Position
+from cache.process.background_loops import BackgroundLoops
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.acceptor import Acceptor
@@ -46,6 +47,7 @@ class EventParts:
         blocklist: Callable[[], Blocklist],
         newest: Callable[[], Position],
         takes: Callable[[], NewItemInputs | None] = lambda: None,
+        loops: BackgroundLoops | None = None,
     ) -> Self:
         """All parts, `name` for the consumer of the inbox; nothing is connected yet. Raises ConfigError.
 
@@ -58,11 +60,11 @@ class EventParts:
         bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
         intake = EventIntake(
             redis, EventReader(keyspace, events, takes),
-            Acceptor(redis, keyspace, bounds, newest),
-            Acceptor(redis, keyspace, bounds, newest, SCRIPT_AT_MAXMEMORY),
+            Acceptor(redis, keyspace, bounds, newest, loops=loops),
+            Acceptor(redis, keyspace, bounds, newest, SCRIPT_AT_MAXMEMORY, loops),
             Rejections(redis, keyspace, counts, events.rejected), counts, blocklist, time.time, time.monotonic,
         )  # fmt: skip
-        return cls(redis, intake, Inbox(redis, keyspace, intake, name))
+        return cls(redis, intake, Inbox(redis, keyspace, intake, name, loops))
 
     def also(self, refresher: Refresher, figures_s: float) -> None:
         """Has the replica's background write rejected events, and look at stream and inbox."""

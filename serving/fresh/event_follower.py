@@ -80,7 +80,7 @@ class EventFollower:
         self._is_at_end, self._at_end_at = False, 0.0
 
     async def run(self) -> None:
-        """Follows until it is cancelled."""
+        """Follow the stream while its Redis is there, and again when it comes back; what else is raised ends this."""
         self._fall_behind()
         while True:
             try:
@@ -91,9 +91,9 @@ class EventFollower:
             except (RedisError, OSError) as error:
                 log.warning("events cannot be followed: %s", type(error).__name__)
                 self._fall_behind()
-            except Exception:  # one that ended silently would leave answers behind for ever
-                log.exception("following events failed; trying again in %s s", _AGAIN_S)
+            except Exception:
                 self._fall_behind()
+                raise
             await asyncio.sleep(_AGAIN_S)
 
     @asynccontextmanager

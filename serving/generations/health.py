@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-About = Literal["blocklist", "events", "eviction", "experiments", "pointer", "redis"]
+About = Literal["background", "blocklist", "events", "eviction", "experiments", "pointer", "redis"]
 
 
 @dataclass(frozen=True, slots=True)

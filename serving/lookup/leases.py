@@ -198,6 +198,10 @@ class Lead:
     def _renew(self) -> None:
         # All leases of the process in one pipeline, and no timer for those that end before it.
         self._renewal = None
+        if (
+            self._held
+        ):  # first of all: leases whose renewal fails this time are renewed the next time
+            self._renew_later()
         now = self._timer()
         # None is older than a third of its life by then; most have ended before.
         at_most = self._life_s / 3 - self._life_s / _LOOKS
@@ -205,5 +209,3 @@ class Lead:
         if old:
             self._held.update(dict.fromkeys(old, now))
             self._leases.submit([self._instead(mark, mark.token) for mark in old], len)
-        if self._held:
-            self._renew_later()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
+from cache.process.background_loops import BackgroundLoops
 from serving.config.settings import ServingConfig
 from serving.config.tls import TlsWatch
 from serving.process.gc_tuning import settle
@@ -73,8 +74,10 @@ class Server(uvicorn.Server):
         announce: Callable[[], None],
         tls: TlsWatch | None = None,
         handshake_s: float = 10.0,
+        loops: BackgroundLoops | None = None,
     ) -> None:
         super().__init__(config)
+        self._loops = BackgroundLoops() if loops is None else loops
         self._connections = connections
         self._tls = tls
         self._listening = Listening(self, tls, handshake_s)
@@ -95,7 +98,10 @@ class Server(uvicorn.Server):
             self._listening.keep(sockets or [])
             if self._tls is not None:  # uvicorn has no setting for the time of a handshake
                 await self._listening.renew()
-            self._looking = asyncio.create_task(self._look())
+            every_s = _LISTENING_LOOK_S if self._connections is None else self._connections.every_s
+            self._looking = self._loops.start(
+                "Server.look", self._look, wait=lambda: asyncio.sleep(every_s)
+            )
             settle()
             self._announce()
 
@@ -110,15 +116,10 @@ class Server(uvicorn.Server):
 
     async def _look(self) -> None:
         """Ends connections that stand still, and listens again where that ended."""
-        loop, connections = asyncio.get_running_loop(), self._connections
-        while True:
-            await asyncio.sleep(_LISTENING_LOOK_S if connections is None else connections.every_s)
-            try:
-                if connections is not None:
-                    await connections.look(self.server_state.connections, loop.time())
-                await self._listening.look()
-            except Exception:  # the next look comes whatever this one met
-                log.exception("looking at the connections failed")
+        if self._connections is not None:
+            now = asyncio.get_running_loop().time()
+            await self._connections.look(self.server_state.connections, now)
+        await self._listening.look()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drains at the first signal, exits at once at the second."""

@@ -49,16 +49,14 @@ class Sampler:
     threads: int
     _inputs: dict[str, Inputs | None] = field(init=False, default_factory=dict)
 
-    async def run(self) -> None:
-        """Judges picked answers until it is cancelled."""
-        while True:
-            try:
-                pause_s = await self.step()
-            except Exception:  # a defect here must cost no answer and no later sample
-                log.exception("judging an answer failed")
-                self.results.skipped["failed"] += 1
-                pause_s = IDLE_S
-            await asyncio.sleep(pause_s)
+    async def turn(self) -> None:
+        """Judge an answer if one waits, and pause; an answer that cannot be judged is counted, and raises."""
+        try:
+            pause_s = await self.step()
+        except Exception:
+            self.results.skipped["failed"] += 1
+            raise
+        await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
         """Judges an answer if one waits and the model is free; returns the seconds to pause, to keep the budget."""

@@ -1,7 +1,6 @@
 """The judging of answers put together, for as long as the service runs."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,6 +8,7 @@ from typing import Any
 
 from cache.control.hot_keys import COLD
 from cache.l2.control_plane import ControlPlane
+from cache.process.background_loops import BackgroundLoops, stop
 from cache.tiers.l1 import LocalTier
 from serving.admission.controller import Admission
 from serving.config.cpu_affinity import LAST, step_back
@@ -44,7 +44,10 @@ class QualityMonitor:
         admission: Admission,
         clock: RedisClock,
         name: str,
+        loops: BackgroundLoops | None = None,
     ) -> None:
+        self._loops = BackgroundLoops() if loops is None else loops
+
         def live() -> Any:
             return shelf.live
 
@@ -92,14 +95,11 @@ class QualityMonitor:
     def start(self) -> None:
         """Starts sampling, unless the share of sampled answers is 0."""
         if self._is_sampling:
-            self._running = asyncio.create_task(self._sampler.run())
+            self._running = self._loops.start("Sampler.turn", self._sampler.turn)
 
     async def aclose(self) -> None:
         """Stops sampling, and takes this replica's part of the shared report back."""
-        if self._running is not None:
-            self._running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._running
+        await stop([self._running])
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._every_s:
             await self._told.sign_off()

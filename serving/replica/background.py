@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -12,6 +13,7 @@ from redis.exceptions import ResponseError
 
 from cache.errors import LarderError, TierUnavailable
 from cache.l2.control_plane import ControlPlane
+from cache.process.background_loops import BackgroundLoops, stop
 from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
 from serving.answers.reasons import Stale
 from serving.generations.pointer_follower import Follower
@@ -21,7 +23,6 @@ from serving.replica.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
 
-_CANCEL_AGAIN_S = 0.1
 _EXPECTING_S = 0.1
 """Seconds between looks at the pointer while a generation is staged."""
 
@@ -45,8 +46,10 @@ class Refresher:
         heartbeat_s: float,
         in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
+        loops: BackgroundLoops | None = None,
     ) -> None:
         self.follower = follower
+        self._loops = BackgroundLoops() if loops is None else loops
         self.blocklist_read_at = timer()
         self._store = store
         self._control = control
@@ -77,7 +80,7 @@ class Refresher:
             self._wakes[wake] = event
 
     def along(self, run: Step) -> None:
-        """Takes something along that runs by itself, from the start until this is closed."""
+        """Take a run along, in a background loop of its own, from the start until this is closed."""
         self._runs.append(run)
 
     async def start(self) -> None:
@@ -89,17 +92,15 @@ class Refresher:
         self.follower.shelf.changed = (
             self._wake_beat.set
         )  # whoever waits for a swap hears of it at once
-        self._tasks = [asyncio.create_task(self._every(*each)) for each in self._steps]
-        self._tasks += [asyncio.create_task(run()) for run in (self._listen, *self._runs)]
+        for pause_s, step, wake in self._steps:
+            wait = functools.partial(_wait, pause_s, wake)
+            self._tasks.append(self._loops.start(_name(step), step, wait=wait))
+        for run in (self.listen, *self._runs):
+            self._tasks.append(self._loops.start(_name(run), run))
 
     async def aclose(self) -> None:
         """Stops the background, and signs off."""
-        pending = set(self._tasks)
-        while pending:
-            # Again and again: a client library may lose a cancellation that meets its reply.
-            for task in pending:
-                task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
+        await stop(self._tasks)
         await self.follower.aclose()
         await self._sign_off()
 
@@ -180,27 +181,28 @@ class Refresher:
                 with contextlib.suppress(TierUnavailable):
                     await self._control.sign_off(beaten)
 
-    async def _listen(self) -> None:
-        while True:
+    async def listen(self) -> None:
+        """Hear announcements over one connection, until it ends."""
+        try:
             with contextlib.suppress(TierUnavailable):
                 # Closed here: a generator left to the loop's own hook would outlive this replica.
                 async with contextlib.aclosing(self._control.subscribe()) as messages:
                     async for message in messages:
                         self._wakes.get(message, self._wake_pointer).set()
-            self._is_policy_fine = (
-                False  # the connection ended: what comes back may be another Redis
-            )
-            await asyncio.sleep(self._poll_s)
+        finally:
+            self._is_policy_fine = False  # what comes back may be another Redis
+        await asyncio.sleep(self._poll_s)
 
-    async def _every(self, pause_s: Callable[[], float], step: Step, wake: asyncio.Event) -> None:
-        while True:
-            seconds = pause_s()
-            # Not wait_for: in Python 3.11 it loses a cancellation that meets the event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await wake.wait()
-            wake.clear()
-            try:
-                await step()
-            except Exception:  # a loop that ended silently would leave this replica behind for ever
-                log.exception("keeping up failed; trying again in %s s", seconds)
+
+async def _wait(pause_s: Callable[[], float], wake: asyncio.Event) -> None:
+    """Return after a pause, or as soon as `wake` is set."""
+    # Not wait_for: in Python 3.11 it loses a cancellation that meets the event.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(pause_s()):
+            await wake.wait()
+    wake.clear()
+
+
+def _name(step: Step) -> str:
+    """Name of a step's loop, for log and metrics: the method's, as it stands in the code."""
+    return getattr(step, "__qualname__", type(step).__name__)

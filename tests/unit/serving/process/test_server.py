@@ -138,7 +138,7 @@ def test_a_look_that_fails_is_not_the_last(
             await twice.wait()
 
     asyncio.run(run())
-    assert "looking at the connections failed" in caplog.text
+    assert "background loop Server.look failed" in caplog.text
 
 
 @pytest.mark.parametrize(("soft", "hard", "wanted", "raised", "room"), [

@@ -1,0 +1,157 @@
+"""Background loops that cannot end silently: what a body raises is logged and counted, and the loop goes on."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cache.errors import masked
+
+FAILING_AFTER: Final = 3
+"""Failures in a row from which on a loop counts as failing."""
+STEADY_S: Final = 10.0
+"""Seconds that an endless body runs, after a failure, before its loop counts as well again."""
+PAUSE_MAX_S: Final = 1.0
+"""Longest pause after a failure: what a blocklist or a token file says must not wait for longer."""
+_PAUSE_S: Final = 0.05
+_CANCEL_AGAIN_S: Final = 0.1
+
+Body = Callable[[], Awaitable[Any]]
+
+log = logging.getLogger(__name__)
+
+
+def pause_s(failures: int) -> float:
+    """Seconds to wait after so many failures in a row: doubled each time, PAUSE_MAX_S at most."""
+    return min(PAUSE_MAX_S, _PAUSE_S * 2.0 ** min(failures - 1, 10))
+
+
+@dataclass(slots=True, eq=False)
+class BackgroundLoop:
+    """One loop: its body, the task that runs it, and its failures since the body last did well."""
+
+    name: str
+    body: Body
+    failures: int = 0
+    error: str = ""
+    """Last error of the body, for a log line."""
+    turns: int = 0
+    """Turns begun."""
+    task: asyncio.Task[None] = field(init=False)
+
+    @property
+    def is_failing(self) -> bool:
+        """True if the body failed FAILING_AFTER times in a row."""
+        return self.failures >= FAILING_AFTER
+
+
+class BackgroundLoops:
+    """The background loops of one process; for its event loop only."""
+
+    def __init__(self) -> None:
+        self.failures: Counter[str] = Counter()
+        """Failures by the name of the loop, of those that have ended too."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called whenever `failing` may be another."""
+        self._running: set[BackgroundLoop] = set()
+
+    @property
+    def running(self) -> tuple[BackgroundLoop, ...]:
+        """The loops that run now, by name."""
+        return tuple(sorted(self._running, key=lambda loop: loop.name))
+
+    @property
+    def failing(self) -> dict[str, str]:
+        """Last error by name, of the loops that keep failing."""
+        return {loop.name: loop.error for loop in self.running if loop.is_failing}
+
+    def start(
+        self,
+        name: str,
+        body: Body,
+        *,
+        wait: Body | None = None,
+        is_due: Callable[[], bool] | None = None,
+    ) -> asyncio.Task[None]:
+        """Start a loop on the running event loop: `wait`, then `body`, again and again; returns its task.
+
+        The loop ends when its task is cancelled, or when `is_due` says so before a turn; nothing else ends it. A body
+        that returns did well. Without `wait` and `is_due` a body may also run for ever: it did well after STEADY_S.
+        """
+        loop = BackgroundLoop(name, body)
+        self.failures[name] += 0
+        is_endless = wait is None and is_due is None
+        loop.task = asyncio.get_running_loop().create_task(
+            self._run(loop, wait, is_due, is_endless=is_endless), name=f"larder loop {name}"
+        )
+        self._running.add(loop)
+        loop.task.add_done_callback(lambda _task: self._ended(loop))
+        return loop.task
+
+    async def _run(
+        self,
+        loop: BackgroundLoop,
+        wait: Body | None,
+        is_due: Callable[[], bool] | None,
+        *,
+        is_endless: bool,
+    ) -> None:
+        event_loop, steady = asyncio.get_running_loop(), None
+        while is_due is None or is_due():
+            loop.turns += 1
+            if is_endless and loop.failures:
+                steady = event_loop.call_later(STEADY_S, self._did_well, loop)
+            try:
+                if wait is not None:
+                    await wait()
+                await loop.body()
+            except asyncio.CancelledError as error:
+                # Raised by what the body awaits, as a closed executor does: nobody asked this loop to end.
+                if loop.task.cancelling():
+                    raise
+                self._failed(loop, error)
+            except Exception as error:
+                self._failed(loop, error)
+            else:
+                self._did_well(loop)
+                continue
+            finally:
+                if steady is not None:
+                    steady.cancel()
+            await asyncio.sleep(pause_s(loop.failures))
+
+    def _failed(self, loop: BackgroundLoop, error: BaseException) -> None:
+        self.failures[loop.name] += 1
+        loop.failures += 1
+        loop.error = masked(str(error)) or type(error).__name__
+        # Each doubling alone: a loop that fails every second must not fill the log with tracebacks.
+        if not loop.failures & (loop.failures - 1):
+            log.error(
+                "background loop %s failed (%d in a row); it runs again in %.2f s",
+                loop.name, loop.failures, pause_s(loop.failures), exc_info=error,
+            )  # fmt: skip
+        if loop.failures == FAILING_AFTER:
+            self.changed()
+
+    def _did_well(self, loop: BackgroundLoop) -> None:
+        was_failing, loop.failures = loop.is_failing, 0
+        if was_failing:
+            log.warning("background loop %s does well again", loop.name)
+            self.changed()
+
+    def _ended(self, loop: BackgroundLoop) -> None:
+        self._running.discard(loop)
+        if loop.is_failing:
+            self.changed()
+
+
+async def stop(tasks: Iterable[asyncio.Task[None] | None]) -> None:
+    """Cancel tasks, and return once all of them have ended."""
+    pending = {task for task in tasks if task is not None}
+    while pending:
+        # Again and again: a client library may lose a cancellation that meets its reply.
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)

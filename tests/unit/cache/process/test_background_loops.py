@@ -1,0 +1,147 @@
+"""A background loop goes on whatever its body raises, and tells log, counts and who is to know that it fails."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cache.process import background_loops
+from cache.process.background_loops import (
+    FAILING_AFTER,
+    PAUSE_MAX_S,
+    BackgroundLoops,
+    pause_s,
+    stop,
+)
+from tests.integration.serving_app import eventually
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_loops, "_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+async def loops() -> AsyncIterator[BackgroundLoops]:
+    found = BackgroundLoops()
+    yield found
+    await stop([loop.task for loop in found.running])
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("planted"), asyncio.CancelledError(), MemoryError()]
+)
+async def test_a_loop_goes_on_after_an_error_which_is_counted(
+    loops: BackgroundLoops, error: BaseException
+) -> None:
+    turns: list[BaseException | None] = [error, None, error, None]
+    is_done = asyncio.Event()
+
+    async def body() -> None:
+        if not turns:
+            is_done.set()
+            await forever()
+        if (planted := turns.pop()) is not None:
+            raise planted
+
+    task = loops.start("body", body)
+    async with asyncio.timeout(30):
+        await is_done.wait()
+
+    assert not task.done()
+    assert loops.failures["body"] == 2 and loops.failing == {}
+
+
+async def test_a_loop_that_keeps_failing_is_told_until_it_does_well(
+    loops: BackgroundLoops, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[dict[str, str]] = []
+    loops.changed = lambda: told.append(loops.failing)
+    is_broken, turns = True, 0
+
+    async def body() -> None:
+        nonlocal turns
+        turns += 1
+        if is_broken:
+            raise RuntimeError("no pages at redis://reader:secret@host")
+        await asyncio.sleep(0)
+
+    with caplog.at_level(logging.WARNING, "cache.process.background_loops"):
+        loops.start("body", body, wait=lambda: asyncio.sleep(0))
+        assert await eventually(lambda: _truth(turns >= 100))
+        is_broken = False
+        assert await eventually(lambda: _truth(len(told) == 2))
+
+    assert told == [{"body": "no pages at redis://reader:***@host"}, {}]
+    tracebacks = [record for record in caplog.records if record.exc_info]
+    assert 7 <= len(tracebacks) < 20, "each doubling of the failures alone is logged"
+    assert "body" in tracebacks[0].getMessage()
+
+
+async def test_an_endless_body_does_well_once_it_has_run_for_a_while(
+    loops: BackgroundLoops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_loops, "STEADY_S", 0.0)
+
+    async def body() -> None:
+        if loops.failures["body"] < FAILING_AFTER:
+            raise RuntimeError("planted")
+        assert loops.failing
+        await forever()
+
+    loops.start("body", body)
+
+    assert await eventually(lambda: _truth(loops.failures["body"] == FAILING_AFTER))
+    assert await eventually(lambda: _truth(not loops.failing))
+
+
+async def test_a_loop_ends_when_it_is_told_to_or_has_nothing_to_do(loops: BackgroundLoops) -> None:
+    work = [1, 2, 3]
+
+    async def take() -> None:
+        if work.pop() == 2:
+            raise RuntimeError("planted")
+
+    emptying = loops.start("emptying", take, is_due=lambda: bool(work))
+    endless = loops.start("endless", forever)
+    await emptying
+    await stop([endless, None])
+
+    assert work == [] and loops.failures == {"emptying": 1, "endless": 0}
+    assert endless.cancelled() and loops.running == ()
+
+
+async def test_a_cancellation_that_a_body_swallows_is_repeated(loops: BackgroundLoops) -> None:
+    swallowed = 0
+
+    async def body() -> None:
+        nonlocal swallowed
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            swallowed += 1
+            if swallowed == 2:
+                raise
+
+    task = loops.start("body", body)
+    await asyncio.sleep(0)
+    await stop([task])
+
+    assert task.cancelled() and swallowed == 2
+
+
+def test_pauses_grow_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    pauses = [pause_s(failures) for failures in range(1, 40)]
+
+    assert pauses == sorted(pauses) and 0 < pauses[0] < pauses[-1] == PAUSE_MAX_S
+
+
+async def _truth(is_so: bool) -> bool:
+    return is_so
