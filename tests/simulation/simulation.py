@@ -53,7 +53,6 @@ NO_NEWS = (
     "cannot be loaded",
     "cannot be made ready",
     "release records cannot be read",
-    "keeping up failed",
     "cannot be held",
     "cannot be put in force",
 )

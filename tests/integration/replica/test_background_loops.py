@@ -1,0 +1,190 @@
+"""Every background task of a running service is under the one wrapper, and goes on after an unexpected error."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.config.events import EventsConfig
+from cache.config.near import NearConfig
+from cache.process.background_loops import BackgroundLoop, BackgroundLoops
+from cache.store.blocklist import change_blocklist
+from precompute.config.settings import NightConfig
+from precompute.experiments import changes
+from precompute.experiments.edits import ArmOption, ExperimentOption
+from serving.app import create_app, make_server
+from serving.http.asgi_app import Front
+from serving.http.service import Service
+from tests.certificates import Authority
+from tests.integration.experiments.arms import arms
+from tests.integration.serving_app import PATIENT, eventually, settings
+from tests.integration.token_files import TokenPlace
+
+NAMES = {
+    "Advisor.step", "Arms.look", "Dashboard.tell", "EventCounts.look", "EventFollower.run",
+    "ExposureLog.flush", "Follower.look", "Host.look", "Inbox.consume", "Pulse.sample",
+    "Refresher.beat", "Refresher.listen", "Refresher.look_at_blocklist", "Refresher.sweep_copies",
+    "Rejections.step", "ReleaseWatch.look", "Room.look", "Sampler.turn", "Server.look",
+    "SharedReport.report", "Shelf.take_values", "Sketch.report", "TokenWatch.keep_up",
+}  # fmt: skip
+"""Loops of a service with everything switched on; an arm's namespace adds its own under the same names."""
+
+NOT_LOOPS = ("Server.serve", "LifespanOn.main")
+"""Tasks of uvicorn: the server itself, and the life of the application."""
+
+
+class Replica:
+    """A service on a socket of its own, in this process, with an arm of an experiment beside its own namespace."""
+
+    def __init__(self, night: NightConfig, front: Front, others: set[asyncio.Task[Any]]) -> None:
+        self.night, self.front, self._others = night, front, others
+
+    @property
+    def service(self) -> Service:
+        service: Service = self.front.state.service
+        return service
+
+    @property
+    def loops(self) -> BackgroundLoops:
+        loops: BackgroundLoops = self.front.state.loops
+        return loops
+
+    def other_tasks(self) -> set[str]:
+        """Names of coroutines that run as tasks of the service, and are neither loops nor uvicorn's own."""
+        known = {loop.task for loop in self.loops.running} | {asyncio.current_task()}
+        tasks = asyncio.all_tasks() - self._others - known
+        names = {getattr(task.get_coro(), "__qualname__", repr(task)) for task in tasks}
+        return {name for name in names if name not in NOT_LOOPS}
+
+
+@pytest.fixture
+async def replica(tmp_path: Path, redis_url: str) -> AsyncIterator[Replica]:
+    own, other = await asyncio.to_thread(arms, tmp_path / "night", redis_url)
+    _start_experiment(own, other)
+    tokens = TokenPlace(tmp_path / "tokens.json")
+    tokens.add("ana")
+    tls = Authority.made(tmp_path / "tls").signed("replica")
+    config = settings(
+        own, tokens_file=str(tokens.path), tls_certificate=str(tls.certificate),
+        tls_key=str(tls.key), events=EventsConfig(enabled=True), near={"user_topk": NearConfig()},
+        **PATIENT,
+    )  # fmt: skip
+    others = asyncio.all_tasks()
+    front, is_serving = create_app(config), asyncio.Event()
+    server = make_server(front, config, "warning", is_serving.set)
+    listener = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.create_task(server._serve([listener]), name="server")
+    others.add(serving)
+    try:
+        async with asyncio.timeout(60):
+            await is_serving.wait()
+        yield Replica(own, front, others)
+    finally:
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+def _start_experiment(own: NightConfig, other: NightConfig) -> None:
+    named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
+    changes.start(own, ExperimentOption(own.namespace, "one", named, 0.6))
+
+
+async def test_every_background_task_of_a_service_is_a_loop_of_the_wrapper(
+    replica: Replica,
+) -> None:
+    async def arm_is_held() -> bool:
+        names = [loop.name for loop in replica.loops.running]
+        return names.count("Refresher.listen") == 2
+
+    async def nothing_else_runs() -> bool:  # what was begun by a request or a look ends by itself
+        return replica.other_tasks() == set()
+
+    assert await eventually(arm_is_held)
+    assert await eventually(nothing_else_runs, 10.0), replica.other_tasks()
+    assert {loop.name for loop in replica.loops.running} == NAMES
+    assert set(replica.loops.failures) >= NAMES
+
+
+async def test_every_background_loop_goes_on_after_an_unexpected_error(replica: Replica) -> None:
+    loops = replica.loops.running
+    assert {loop.name for loop in loops} == NAMES
+
+    for loop in loops:
+        before = loop.turns
+        await _plant_error(loop)
+
+        async def goes_on(loop: BackgroundLoop = loop, before: int = before) -> bool:
+            return loop.turns > before or loop.task.done()
+
+        assert await eventually(goes_on), f"{loop.name} neither ended nor began another turn"
+        assert not loop.task.done(), f"{loop.name} ended"
+
+    assert set(replica.loops.running) == set(loops)
+    health = replica.service.follower.health
+    assert health.ready and health.stale is None
+    await _assert_work_goes_on(replica)
+
+
+async def _plant_error(loop: BackgroundLoop) -> None:
+    """Let whatever the loop waits for end with an error that nothing in it expects."""
+    waiter: Any = None
+
+    async def waits() -> bool:
+        nonlocal waiter
+        waiter = loop.task._fut_waiter  # type: ignore[attr-defined]  # no public name has it
+        return waiter is not None and not waiter.done()
+
+    assert await eventually(waits)
+    while isinstance(waiter, asyncio.Task):
+        waiter = waiter._fut_waiter  # type: ignore[attr-defined]
+    waiter.set_exception(RuntimeError("planted"))
+
+
+async def _assert_work_goes_on(replica: Replica) -> None:
+    """Assert that a blocked item is blocked in both namespaces, whose loops have all failed once."""
+    arms_held = replica.service.experiments._arms
+    shelves = [each.follower.shelf for each in (replica.service, *arms_held.services)]
+    assert len(shelves) == 2
+    await asyncio.to_thread(change_blocklist, replica.night.store(), block_items=[b"planted"])
+
+    async def is_blocked() -> bool:
+        return all(b"planted" in shelf.blocklist.items for shelf in shelves)
+
+    assert await eventually(is_blocked)
+
+
+async def test_a_loop_that_keeps_failing_marks_the_replica_and_its_metrics_until_it_does_well(
+    replica: Replica,
+) -> None:
+    # given
+    beating = next(loop for loop in replica.loops.running if loop.name == "Refresher.beat")
+    real = beating.body
+
+    async def broken() -> None:
+        raise RuntimeError("planted")
+
+    async def is_marked() -> bool:
+        return replica.service.follower.health.stale == "background_failing"
+
+    async def is_well() -> bool:
+        return replica.service.follower.health.stale is None
+
+    # when
+    beating.body = broken
+    assert await eventually(is_marked)
+    exposed = (await replica.service.expose()).decode()
+    beating.body = real
+
+    # then
+    assert 'larder_background_failing{loop="Refresher.beat"} 1.0' in exposed
+    assert 'larder_background_failing{loop="Follower.look"} 0.0' in exposed
+    (failures,) = (
+        line for line in exposed.splitlines()
+        if line.startswith('larder_background_failures_total{loop="Refresher.beat"}')
+    )  # fmt: skip
+    assert float(failures.split()[-1]) >= 3
+    assert await eventually(is_well)
