@@ -339,6 +339,23 @@ async def test_a_pulse_sees_each_turn_that_is_long_and_ends() -> None:
     assert np.diff(times) == pytest.approx([0.03] * 2)
 
 
+async def test_a_pulse_goes_on_after_an_observer_that_raises() -> None:
+    seen, enough = 0, asyncio.Event()
+
+    def observe(_turn_s: float, _model_wait: float, _now: float) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 1:
+            raise RuntimeError("planted")
+        enough.set()
+
+    pulse = Pulse(observe, lambda: 0.0, every_s=0.001)
+    pulse.start()
+    async with asyncio.timeout(10):
+        await enough.wait()
+    pulse.stop()
+
+
 class Request:
     """One request to the application, answered once."""
 

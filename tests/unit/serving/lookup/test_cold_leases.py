@@ -217,3 +217,24 @@ async def test_only_a_lease_that_grows_old_is_renewed(service: Service) -> None:
 
     service.gate.set()
     assert await computing == ["live"] and len(service.asked) < 20
+
+
+async def test_a_renewal_that_fails_is_not_the_last(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.gate = asyncio.Event()
+    computing = asyncio.create_task(service(stranger()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    service.clock.tick(WAIT_S / 2)
+
+    def submit(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(service.world.remote, "submit", submit)
+    with pytest.raises(RuntimeError, match="planted"):
+        service.lead._renew()
+
+    assert service.lead._renewal is not None and not service.lead._renewal.cancelled()
+    service.gate.set()
+    assert await computing == ["live"]
