@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cache.process.background_loops import BackgroundLoops, stop
 from serving.access.quota_table import QuotaTable
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,11 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal_)
 
+    @property
+    def is_steady(self) -> bool:
+        """True if the worker became ready long enough ago for its end to be no failed start."""
+        return self.ready_at is not None and time.monotonic() - self.ready_at >= STEADY_S
+
     def retire(self) -> None:
         """Asks the worker to take no new connections, to answer what it has, and to end."""
         with contextlib.suppress(OSError):
@@ -69,19 +76,23 @@ class Spawn:
     program: tuple[str, ...] = ("-m", "serving.worker")
 
     async def __call__(self, slot: int) -> Worker:
-        """A worker that is starting."""
+        """Start a worker; raises OSError where the system has no room for another process or file."""
         ours, its = socket.socketpair()
         ours.setblocking(False)
         files = (self.listener.fileno(), its.fileno())
         with its:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, *self.program, *map(str, files),
-                str(self.folder), str(slot), self.log_level,
-                # Not among the arguments: they can be read by anybody on the host, and the URL holds a password.
-                env=os.environ | {"REDIS_URL": self.redis_url},
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=files,
-                start_new_session=True,  # Ctrl-C is told to the parent, which tells its workers once
-            )  # fmt: skip
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, *self.program, *map(str, files),
+                    str(self.folder), str(slot), self.log_level,
+                    # Not among the arguments: they can be read by anybody on the host, and the URL holds a password.
+                    env=os.environ | {"REDIS_URL": self.redis_url},
+                    stdin=asyncio.subprocess.DEVNULL, pass_fds=files,
+                    start_new_session=True,  # Ctrl-C is told to the parent, which tells its workers once
+                )  # fmt: skip
+            except BaseException:
+                ours.close()  # a process that was forked all the same ends by this
+                raise
         return Worker(slot, process, ours)
 
     def clean(self, slot: int) -> None:
@@ -105,6 +116,7 @@ class Workers:
     _reaping: set[asyncio.Task[None]] = field(default_factory=set)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _rolling: asyncio.Event = field(default_factory=asyncio.Event)
+    _loops: BackgroundLoops = field(default_factory=BackgroundLoops)
     _code: int = 0
     _is_announced: bool = False
 
@@ -115,12 +127,18 @@ class Workers:
             loop.add_signal_handler(each, self._stop)
         loop.add_signal_handler(signal.SIGHUP, self._rolling.set)
         self._places = [None] * self.count
-        rolling = asyncio.create_task(self._roll_when_told())
-        await asyncio.gather(*map(self._keep, range(self.count)))
+        rolling = self._loops.start("Workers.roll", self._roll, wait=self._rolling.wait)
+        keeping = [
+            self._loops.start(
+                "Workers.keep", functools.partial(self._keep, place),
+                is_due=lambda: not self._stopping.is_set(),
+            )
+            for place in range(self.count)
+        ]  # fmt: skip
+        await asyncio.wait(keeping)
         while self._reaping:  # one that a rolling restart has just started or retired
             await asyncio.wait(self._reaping)
-        rolling.cancel()
-        await asyncio.wait({rolling})
+        await stop([rolling])
         return self._code
 
     def _stop(self) -> None:
@@ -138,10 +156,14 @@ class Workers:
             each.tell(signal.SIGKILL)
 
     async def _keep(self, place: int) -> None:
+        """Keep a worker in one place: where one ends, or cannot be started, another try follows after a pause."""
         places, failures = self._places, 0
         while not self._stopping.is_set():
-            worker: Worker | None = await self._start()
+            # One may be there: this begins again after an error.
+            worker = places[place] or await self._start()
             places[place] = worker
+            last: Worker | None = None
+            code: int | None = None
             while worker is not None:
                 self._announce_once()
                 code = await worker.process.wait()
@@ -150,29 +172,36 @@ class Workers:
             places[place] = None
             if self._stopping.is_set():
                 return
-            is_steady = last.ready_at is not None and time.monotonic() - last.ready_at >= STEADY_S
-            failures = 1 if is_steady else failures + 1
+            failures = 1 if last is not None and last.is_steady else failures + 1
             if self._is_hopeless(last, code, failures):
                 return
-            log.warning(
-                "%s ended with code %d: another starts in %.1f s",
-                last,
-                code,
-                self.pause_s(failures),
-            )
+            if last is None:
+                log.warning(
+                    "no worker could be started: trying again in %.1f s", self.pause_s(failures)
+                )
+            else:
+                log.warning(
+                    "%s ended with code %d: another starts in %.1f s",
+                    last, code, self.pause_s(failures),
+                )  # fmt: skip
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.pause_s(failures)):
                     await self._stopping.wait()
 
-    def _is_hopeless(self, last: Worker, code: int, failures: int) -> bool:
-        """Returns whether starting again is given up; never while any worker answers."""
+    def _is_hopeless(self, last: Worker | None, code: int | None, failures: int) -> bool:
+        """Returns whether starting again is given up; never while any worker answers.
+
+        `last` is the worker that ended with `code`; None where not even its process could be started.
+        """
         if any(each.ready_at is not None for each in self._living):
             return False
         is_refused = code == 2 and not self._is_announced  # its settings; it said what is wrong
-        if last.ready_at is not None or not (is_refused or failures >= TRIES):
+        was_ready = last is not None and last.ready_at is not None
+        if was_ready or not (is_refused or failures >= TRIES):
             return False
         if not self._stopping.is_set():
-            log.error("%s ended with code %d: giving up after %d starts", last, code, failures)
+            how = "no process" if last is None else f"{last} ended with code {code}"
+            log.error("%s: giving up after %d starts", how, failures)
             self._code = 2 if is_refused else 1
             self._stop()
         return True
@@ -183,11 +212,21 @@ class Workers:
             self._is_announced = True
             self.announce()
 
-    async def _start(self) -> Worker:
-        """A worker that is ready, or that has ended or is about to."""
+    async def _start(self) -> Worker | None:
+        """A worker that is ready, or that has ended or is about to; None where no process can be started now."""
         slot = min(set(range(len(self._slots) + 1)) - self._slots)
         self._slots.add(slot)
-        worker = await self.spawn(slot)
+        try:
+            worker = await self.spawn(slot)
+        except Exception as error:  # of any kind: the workers that run must not end with it
+            self._slots.discard(slot)
+            log.error(
+                "worker %d cannot be started: %s",
+                slot,
+                error,
+                exc_info=not isinstance(error, OSError),
+            )
+            return None
         self._living.add(worker)
         reaping = asyncio.create_task(self._reap(worker))
         self._reaping.add(reaping)
@@ -208,9 +247,12 @@ class Workers:
     async def _reap(self, worker: Worker) -> None:
         await worker.process.wait()
         worker.control.close()
-        self.spawn.clean(worker.slot)
-        self._slots.discard(worker.slot)
         self._living.discard(worker)
+        try:
+            self.spawn.clean(worker.slot)
+        except OSError as error:
+            log.error("what %s left cannot be removed: %s", worker, error)
+        self._slots.discard(worker.slot)
 
     async def _end(self, worker: Worker, bound_s: float) -> None:
         try:
@@ -221,14 +263,9 @@ class Workers:
             worker.tell(signal.SIGKILL)
             await worker.process.wait()
 
-    async def _roll_when_told(self) -> None:
-        while True:
-            await self._rolling.wait()
-            self._rolling.clear()
-            await self._roll()
-
     async def _roll(self) -> None:
         """Replaces one worker after the other, the new one ready before the old one is let go."""
+        self._rolling.clear()
         for place, old in enumerate(self._places):
             if self._stopping.is_set():
                 return
@@ -237,8 +274,11 @@ class Workers:
             new = await self._start()
             if self._stopping.is_set():
                 return
-            if new.ready_at is None:
-                log.error("%s did not become ready: the workers that run go on as they are", new)
+            if new is None or new.ready_at is None:
+                log.error(
+                    "%s did not become ready: the workers that run go on as they are",
+                    new or "a new worker",
+                )
                 return
             if self._places[place] is old:
                 self._places[place] = new
