@@ -35,6 +35,7 @@ from serving.near.near_metrics import NearMetrics
 from serving.process.worker_metrics import Peers
 from serving.quality.monitor import QualityMonitor
 from serving.ranking.filtered_lookup import FilteredLookup
+from serving.ranking.filters import THREADS as FILTER_THREADS
 from serving.ranking.filters import Filters
 from serving.replica.freshness import Nights
 from serving.replica.host import LOOK_S, Host
@@ -121,7 +122,10 @@ async def running(
     if dashboard.is_on:
         refresher.also(config.dashboard_s, dashboard.tell)
     exposed = metrics.exposition if peers is None else peers.exposition
-    filters = Filters(answering.executor, answering.admission.admit_live)
+    masking = ThreadPoolExecutor(
+        FILTER_THREADS, "larder-filters", initializer=step_back, initargs=(config.live_nice,)
+    )
+    filters = Filters(answering.executor, answering.admission.admit_live, mask_executor=masking)
     explainer = Explainer(
         follower, tiers, remote, answering.batcher, answering.admission, store, filters,
         ladder.newer, in_thread=reading,
@@ -196,7 +200,8 @@ async def running(
         await dashboard.aclose()
         await quality.aclose()
         await answering.aclose()
-        aside.shutdown(wait=False, cancel_futures=True)
+        for executor in (aside, masking):
+            executor.shutdown(wait=False, cancel_futures=True)
         reading.close()
 
 

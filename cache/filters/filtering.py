@@ -17,7 +17,7 @@ from cache.filters.changed_columns import (
     with_values,
 )
 from cache.filters.expression import Filter, InvalidFilter, read_filter
-from cache.filters.masks import Masks, Passing
+from cache.filters.masks import Masks, Passing, cost_of
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
 from cache.model.ranking import Metric
@@ -97,6 +97,11 @@ class Filtering:
         found = self._declared.get(filter_) if isinstance(filter_, str) else filter_
         passing = None if found is None else self._masks.kept(found)
         return None if passing is None else self._with_new(passing, filter_)
+
+    def cost(self, filter_: Filter | str) -> int:
+        """Estimate of the work of `passing` where nothing is kept, in comparisons of one number."""
+        found = self._declared.get(filter_) if isinstance(filter_, str) else filter_
+        return 0 if found is None else cost_of(found.root, self.attributes)
 
     def passing(self, filter_: Filter | str) -> Passing:
         """Items that pass; raises InvalidFilter for one that does not fit the attributes, or an unknown name."""

@@ -118,6 +118,22 @@ _OVERHEAD: Final = 1_024
 """Bytes that an entry takes beside its bits: its key, and the objects around both."""
 
 
+_TEXTS_COST: Final = 20
+"""Cost of one of several texts of an item, beside a number that is compared."""
+
+
+def cost_of(expression: Expression, attributes: ItemAttributes) -> int:
+    """Estimate of the work of `mask_of`, in comparisons of one number: 2,000 take about a microsecond."""
+    if isinstance(expression, Comparing):
+        column = attributes.columns.get(expression.attribute)
+        if column is None:  # refused at once
+            return 0
+        passes = max(1, len(expression.values))
+        return len(column.values) * (_TEXTS_COST if column.kind == "texts" else passes)
+    own = attributes.count * len(expression.parts)
+    return own + sum(cost_of(part, attributes) for part in expression.parts)
+
+
 def mask_of(expression: Expression, attributes: ItemAttributes) -> Mask:
     """Mask bool [items] of what passes; an item without the attribute passes no comparison."""
     if isinstance(expression, Comparing):

@@ -92,7 +92,9 @@ class TokenWatch(Collector):
             self._seen = version
             return False
         self.callers = self._made(tokens)
-        self._seen = version  # last of all: what was not put in force is read again at the next look
+        self._seen = (
+            version  # last of all: what was not put in force is read again at the next look
+        )
         log.info("%d tokens of %s are in force", len(tokens), self._path)
         return True
 

@@ -82,8 +82,9 @@ class Explainer:
         snapshot = holding.live
         (case,) = await cases_of(snapshot, ask)
         await count_newer(self._newer, snapshot, [case], ask.options)
-        passing = await self._filters.passing(snapshot, ask.options.filter)
-        reranker = await self._filters.reranker(snapshot, ask.options.rerank)
+        deadline = time.monotonic() + ask.options.deadline_s
+        passing = await self._filters.passing(snapshot, ask.options.filter, deadline)
+        reranker = await self._filters.reranker(snapshot, ask.options.rerank, deadline)
         table, want, raw, asked = case.table, case.of_the_night, case.entity.raw, case.want
         view = snapshot.view
         l1, l2 = self._looking.l1(view, asked), await self._looking.l2(view, asked)

@@ -33,9 +33,10 @@ async def rank_candidates(
     """
     holding = holding.pinned(ask.options.generation)
     sought = ask.options
-    passing = await filters.passing(holding.live, sought.filter)
-    reranker = await filters.reranker(holding.live, sought.rerank)
-    if not await _can_shape(filters, holding.previous, sought):
+    deadline = started + sought.deadline_s
+    passing = await filters.passing(holding.live, sought.filter, deadline)
+    reranker = await filters.reranker(holding.live, sought.rerank, deadline)
+    if not await _can_shape(filters, holding.previous, sought, deadline):
         holding = replace(holding, previous=None)  # it cannot answer this, and the live one can
     table = vector_table(holding.live)
     user = ask.user.of_table(table.name)
@@ -44,8 +45,8 @@ async def rank_candidates(
     snapshot = holding.find(answer["generation"]) or holding.live
     vector = answer.pop("vector")
     if snapshot is not holding.live:
-        passing = await filters.passing(snapshot, sought.filter)
-        reranker = await filters.reranker(snapshot, sought.rerank)
+        passing = await filters.passing(snapshot, sought.filter, deadline)
+        reranker = await filters.reranker(snapshot, sought.rerank, deadline)
     ordinals, named = _sorted_out(snapshot, ask, passing)
     answer |= {"items": [], "scores": []}
     if vector is not None and ordinals:
@@ -60,12 +61,14 @@ async def rank_candidates(
     return answer | named
 
 
-async def _can_shape(filters: Filters, snapshot: Snapshot | None, options: RequestOptions) -> bool:
+async def _can_shape(
+    filters: Filters, snapshot: Snapshot | None, options: RequestOptions, deadline: float
+) -> bool:
     """True if a generation has what the request's filter and order name."""
     if snapshot is not None:
         try:
-            await filters.passing(snapshot, options.filter)
-            await filters.reranker(snapshot, options.rerank)
+            await filters.passing(snapshot, options.filter, deadline)
+            await filters.reranker(snapshot, options.rerank, deadline)
         except Problem:
             return False
     return True

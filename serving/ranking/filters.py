@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
-from typing import NamedTuple, TypeVar
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.filters.expression import Filter, InvalidFilter
-from cache.filters.filtering import unknown_filter
+from cache.filters.filtering import Filtering, unknown_filter
 from cache.filters.masks import Passing, UnknownAttribute
 from cache.filters.reranking import Reranker, Reranking, below
 from cache.model.ranking import Metric
@@ -21,12 +22,14 @@ from serving.lookup.answer_builder import Searched, Turn
 from serving.lookup.entity import Case
 from serving.requests.errors import Problem, from_input, unprocessable
 
-_INLINE_ITEMS = 65_536
-"""Items up to which a filter is worked out on the event loop: a hop to a thread would take as long."""
+THREADS = 2
+"""Threads that work out what passes filters."""
+WAITING_MAX = 64
+"""Filters that wait for one of these threads or are in it; a request with another one is refused."""
+_INLINE_COST = 262_144
+"""Comparisons of a number up to which a filter is worked out on the event loop: a hop to a thread takes as long."""
 _INLINE_ROWS = 4_096
 """Vectors up to which a search is made there."""
-
-_Result = TypeVar("_Result")
 
 
 class Search(NamedTuple):
@@ -38,10 +41,24 @@ class Search(NamedTuple):
     metric: Metric
 
 
+@dataclass(slots=True, eq=False)
+class _Evaluation:
+    """One filter over one generation's items, worked out in a thread for every request that waits for it."""
+
+    filtering: Filtering
+    """Kept alive: it is known by its id."""
+    work: "Future[Passing]"
+    outcome: "asyncio.Future[Passing]"
+    waiting: int = 0
+    """Requests that wait for it."""
+
+
 class Filters:
     """Filters of requests, worked out by threads, whose number bounds what is under way at once.
 
-    A list is searched for where `admit` lets it, as it lets an input go to the model.
+    `executor` searches lists by vectors, `mask_executor` works out what passes. Nothing else runs there: a flood of
+    filters must not put off a blocklist or a revocation. Without them all is done on the event loop. A list is searched
+    for, and a costly filter worked out, where `admit` lets it, as it lets an input go to the model.
     """
 
     def __init__(
@@ -49,10 +66,14 @@ class Filters:
         executor: Executor | None = None,
         admit: Callable[[], bool] = lambda: True,
         timer: Callable[[], float] = time.monotonic,
+        *,
+        mask_executor: Executor | None = None,
     ) -> None:
         self.admit = admit
         self._executor = executor
+        self._mask_executor = mask_executor
         self._timer = timer
+        self._evaluations: dict[tuple[int, bytes | str], _Evaluation] = {}
 
     async def apply(self, holding: Holding, cases: Sequence[Case], turn: Turn) -> None:
         """Works out what passes, and another order, in each generation held.
@@ -83,40 +104,53 @@ class Filters:
     async def _shape(self, snapshot: Snapshot, turn: Turn) -> None:
         options = turn.options
         if options.filter is not None:
-            turn.passes(snapshot, await self._passed(snapshot, options.filter))
-        if (reranker := await self.reranker(snapshot, options.rerank)) is not None:
+            turn.passes(snapshot, await self._passed(snapshot, options.filter, turn.deadline))
+        reranker = await self.reranker(snapshot, options.rerank, turn.deadline)
+        if reranker is not None:
             turn.reranks(snapshot, reranker)
 
-    async def reranker(self, snapshot: Snapshot, reranking: Reranking | None) -> Reranker | None:
-        """Re-ranking of a generation's items, None without one; raises Problem for one that it cannot take."""
+    async def reranker(
+        self, snapshot: Snapshot, reranking: Reranking | None, deadline: float
+    ) -> Reranker | None:
+        """Re-ranking of a generation's items, None without one.
+
+        Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
+        """
         if reranking is None:
             return None
         try:
-            return await self._reranker(snapshot, reranking)
+            return await self._reranker(snapshot, reranking, deadline)
         except InvalidFilter as error:
             raise from_input(error, "rerank") from error
 
-    async def _reranker(self, snapshot: Snapshot, reranking: Reranking) -> Reranker:
+    async def _reranker(
+        self, snapshot: Snapshot, reranking: Reranking, deadline: float
+    ) -> Reranker:
         boosted = []
         for place, each in enumerate(reranking.boosts):
             try:
-                boosted.append(await self._known(snapshot, each.filter))
+                boosted.append(await self._known(snapshot, each.filter, deadline))
             except InvalidFilter as error:
                 raise below(error, f"boost[{place}].filter") from error
         attributes = None if snapshot.filtering is None else snapshot.filtering.attributes
         return Reranker(reranking, tuple(boosted), attributes, snapshot.items.vectors)
 
-    async def passing(self, snapshot: Snapshot, filter_: Filter | str | None) -> Passing | None:
-        """Items of a generation that pass, None without a filter; raises Problem for one that it cannot take."""
-        return None if filter_ is None else await self._passed(snapshot, filter_)
+    async def passing(
+        self, snapshot: Snapshot, filter_: Filter | str | None, deadline: float
+    ) -> Passing | None:
+        """Items of a generation that pass, None without a filter.
 
-    async def _passed(self, snapshot: Snapshot, filter_: Filter | str) -> Passing:
+        Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
+        """
+        return None if filter_ is None else await self._passed(snapshot, filter_, deadline)
+
+    async def _passed(self, snapshot: Snapshot, filter_: Filter | str, deadline: float) -> Passing:
         try:
-            return await self._known(snapshot, filter_)
+            return await self._known(snapshot, filter_, deadline)
         except InvalidFilter as error:
             raise from_input(error, "filter") from error
 
-    async def _known(self, snapshot: Snapshot, filter_: Filter | str) -> Passing:
+    async def _known(self, snapshot: Snapshot, filter_: Filter | str, deadline: float) -> Passing:
         filtering = snapshot.filtering
         if filtering is None:
             if isinstance(filter_, str):
@@ -125,11 +159,44 @@ class Filters:
                 "items of this generation have no attributes: [sources] item_attributes names them for the next night",
                 attributes={},
             )
-        found = filtering.kept(filter_)
-        if found is None:
-            is_short = filtering.attributes.count <= _INLINE_ITEMS
-            found = await self._work(lambda: filtering.passing(filter_), is_short=is_short)
-        return found
+        if (kept := filtering.kept(filter_)) is not None:
+            return kept
+        if self._mask_executor is None or filtering.cost(filter_) <= _INLINE_COST:
+            return filtering.passing(filter_)
+        return await self._evaluated(self._mask_executor, filtering, filter_, deadline)
+
+    async def _evaluated(
+        self, executor: Executor, filtering: Filtering, filter_: Filter | str, deadline: float
+    ) -> Passing:
+        """What passes, worked out once for all requests that ask for it meanwhile; raises Problem where it is late."""
+        key = id(filtering), filter_ if isinstance(filter_, str) else filter_.key
+        evaluation = self._evaluations.get(key)
+        if evaluation is None:
+            if len(self._evaluations) >= WAITING_MAX or not self.admit():
+                raise _overloaded()
+            work = executor.submit(filtering.passing, filter_)
+            evaluation = _Evaluation(filtering, work, asyncio.wrap_future(work))
+            self._evaluations[key] = evaluation
+            evaluation.outcome.add_done_callback(lambda outcome: self._ended(key, outcome))
+        evaluation.waiting += 1
+        try:
+            timeout_s = max(0.0, deadline - self._timer())
+            await asyncio.wait({evaluation.outcome}, timeout=timeout_s)
+        finally:
+            evaluation.waiting -= 1
+            if not evaluation.waiting and evaluation.work.cancel():
+                # Nobody waits for it, and it was not begun; one that was is kept when it ends.
+                self._evaluations.pop(key, None)
+        if not evaluation.outcome.done() or evaluation.outcome.cancelled():
+            raise _overloaded()
+        return evaluation.outcome.result()
+
+    def _ended(self, key: tuple[int, bytes | str], outcome: "asyncio.Future[Passing]") -> None:
+        evaluation = self._evaluations.get(key)
+        if evaluation is not None and evaluation.outcome is outcome:
+            del self._evaluations[key]
+        if not outcome.cancelled():
+            outcome.exception()  # taken, also where every request has left
 
     async def search(
         self, snapshot: Snapshot, passing: Passing, searches: Sequence[Search], deadline: float
@@ -156,8 +223,10 @@ class Filters:
             return None
         return working.result()
 
-    async def _work(self, work: Callable[[], _Result], *, is_short: bool) -> _Result:
-        if self._executor is None or is_short:
-            return work()
-        # Never behind searches: whoever asks for what passes waits for it without a deadline.
-        return await asyncio.get_running_loop().run_in_executor(None, work)
+
+def _overloaded() -> Problem:
+    what = (
+        "the filter could not be worked out in this request's time: send it again later, with a longer deadline_ms, or "
+        "with fewer comparisons"
+    )
+    return Problem(503, "overloaded", what, field="filter")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.filters.expression import InvalidFilter, read_filter
-from cache.filters.masks import Masks, Passing, UnknownAttribute, mask_of
+from cache.filters.masks import Masks, Passing, UnknownAttribute, cost_of, mask_of
 from tests.unit.cache.filters.columns import KINDS, attributes_of, passes
 
 TEXTS = ["", "a", "b", "ä", "aa", "z"]
@@ -125,3 +125,22 @@ def test_what_is_larger_than_all_that_may_be_kept_is_computed_each_time() -> Non
     filter_ = read_filter({"exists": "price"})
 
     assert masks.of(filter_).count == 100 and masks.kept(filter_) is None
+
+
+def test_what_a_filter_costs_grows_with_items_comparisons_and_values() -> None:
+    few, many = (
+        attributes_of([{"price": 1, "tags": ("a", "b")} for _ in range(count)])
+        for count in (10, 1_000)
+    )
+
+    def cost(expression: Any, attributes: Any = many) -> int:
+        return cost_of(read_filter(expression).root, attributes)
+
+    plain, heavy = {"<": ["price", 2]}, {"in": ["price", list(range(31))]}
+    assert cost(plain, few) == 10 and cost(plain) == 1_000
+    assert cost(heavy) == 31 * cost(plain)
+    assert cost({"or": [plain] * 31}) > 31 * cost(plain)
+    assert cost({"contains": ["tags", "a"]}) > 10 * cost(plain), (
+        "each of an item's texts is looked at"
+    )
+    assert cost({"<": ["unknown", 2]}) == 0
