@@ -69,6 +69,8 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
         description="Precomputed predictions, each marked with where it came from.",
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # its own page loads a script from another host: see DOCS of the routes
+        redoc_url=None,
         bodies_bytes=config.bodies_bytes,
     )
 

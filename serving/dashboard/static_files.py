@@ -1,4 +1,4 @@
-"""The dashboard's page and the files that it loads, under strict headers; its numbers come from `/dashboard/data`."""
+"""Pages and the files that they load, under strict headers; the dashboard's numbers come from `/dashboard/data`."""
 
 import functools
 import hashlib
@@ -40,26 +40,55 @@ class Asset:
     etag: str
 
 
+@dataclass(frozen=True, slots=True)
+class StaticPage:
+    """Page at a path, and the files that it loads, each below that path: those of a folder in a package."""
+
+    path: str
+    package: str
+    folder: str
+
+    def assets(self) -> Mapping[str, Asset]:
+        """Every file of the page by its path, read once."""
+        return _read(self)
+
+    def routes(self) -> list[Route]:
+        """Routes of the files, one each: any other name is nobody's. None holds data, so none asks for the token."""
+        routes = [
+            Route(path, functools.partial(_send, asset), include_in_schema=False)
+            for path, asset in sorted(self.assets().items())
+        ]
+        return [
+            *routes,
+            Route(f"{self.path}/", functools.partial(_without_slash, self.path), include_in_schema=False),
+        ]  # fmt: skip
+
+
 @functools.cache
-def assets() -> Mapping[str, Asset]:
-    """Every file of the page by its path, read once."""
+def _read(page: StaticPage) -> Mapping[str, Asset]:
     found = {}
-    for file in files(__package__).joinpath("page").iterdir():
+    for file in files(page.package).joinpath(page.folder).iterdir():
         if (media_type := _TYPES.get(PurePosixPath(file.name).suffix)) is not None:
             body = file.read_bytes()
-            path = PATH if file.name == _INDEX else f"{PATH}/{file.name}"
+            path = page.path if file.name == _INDEX else f"{page.path}/{file.name}"
             found[path] = Asset(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
     return found
 
 
+DASHBOARD = StaticPage(PATH, "serving.dashboard", "page")
+
+
+def assets() -> Mapping[str, Asset]:
+    """Every file of the dashboard by its path."""
+    return DASHBOARD.assets()
+
+
 def page_routes() -> list[Route]:
-    """Routes of the files, one each: any other name is nobody's. None holds data, so none asks for the token."""
-    routes = [Route(path, _send, include_in_schema=False) for path in sorted(assets())]
-    return [*routes, Route(f"{PATH}/", _without_slash, include_in_schema=False)]
+    """Routes of the dashboard's files."""
+    return DASHBOARD.routes()
 
 
-async def _send(request: Request) -> Response:
-    asset = assets()[request.scope["route"].path]
+async def _send(asset: Asset, request: Request) -> Response:
     headers = {**HEADERS, "ETag": asset.etag}
     if _is_known(request.headers.get("if-none-match", ""), asset.etag):
         return Response(None, 304, headers)
@@ -69,8 +98,8 @@ async def _send(request: Request) -> Response:
     return Response(asset.body, 200, headers, asset.media_type)
 
 
-async def _without_slash(_request: Request) -> Response:
-    return RedirectResponse(f"..{PATH}", 308)
+async def _without_slash(path: str, _request: Request) -> Response:
+    return RedirectResponse(f"..{path}", 308)
 
 
 def _is_known(sent: str, etag: str) -> bool:

@@ -11,7 +11,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from serving.access.callers import spend
 from serving.access.scopes import Scope
 from serving.dashboard.document_schema import DASHBOARD
-from serving.dashboard.static_files import page_routes
+from serving.dashboard.static_files import StaticPage, page_routes
 from serving.generations.snapshot import Snapshot
 from serving.http import answer_schema, json_schema, openapi
 from serving.http.endpoint import Guard, Handler
@@ -30,6 +30,9 @@ from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
 from serving.requests.models import Ask, RequestOptions
 from serving.requests.negotiation import JSON_TYPE, Form, forms
 from serving.requests.options import with_headers
+
+DOCS = StaticPage("/docs", "serving.http", "docs_page")
+"""Page of the routes, drawn from /openapi.json; FastAPI's own loads a script from elsewhere."""
 
 LOOKUP_PREFIX, EXPLAIN_PREFIX = b"/v1/lookup/", b"/v1/explain/"
 
@@ -195,6 +198,7 @@ def routes(service: Service) -> APIRouter:
     router.add_api_route("/readyz", readyz, methods=["GET"], openapi_extra=openapi.READYZ)
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
     router.routes.extend(page_routes())
+    router.routes.extend(DOCS.routes())
     return router
 
 

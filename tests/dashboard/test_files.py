@@ -119,3 +119,5 @@ def test_an_installation_has_every_file(monkeypatch: pytest.MonkeyPatch) -> None
     files = {package: set(names) for package, _, _, names in build.data_files}
 
     assert files["serving.dashboard"] == {f"page/{each.name}" for each in FOLDER.iterdir()}
+    docs_page = ROOT / "serving/http/docs_page"
+    assert files["serving.http"] == {f"docs_page/{each.name}" for each in docs_page.iterdir()}

@@ -19,6 +19,7 @@ from precompute.config.settings import NightConfig
 from serving.access.scopes import SCOPES, Scope
 from serving.client import Client, Forbidden, Policy, QuotaExceeded, TokenExpired, Unauthorized
 from serving.dashboard.static_files import page_routes
+from serving.http.routes import DOCS
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
 from tests.integration.serving_app import Running, serving
@@ -42,8 +43,8 @@ NEEDS: dict[Route, Scope] = {
 OPEN: set[Route] = {
     ("GET", path)
     for path in (
-        "/healthz", "/readyz", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
-        *(each.path for each in page_routes()),
+        "/healthz", "/readyz", "/metrics", "/openapi.json",
+        *(each.path for each in (*page_routes(), *DOCS.routes())),
     )
 }  # fmt: skip
 USER = "nobody-at-all"
