@@ -42,27 +42,45 @@ class Listening:
     async def renew(self) -> None:
         """Listens with the certificate in force: who is connected stays so, who waits to be accepted is met with it."""
         servers = self._server.servers
-        before, kept = list(servers), []
-        for _, spare in self._kept:
-            again = spare.dup()
-            await self._listen(again)
-            kept.append((again, spare))
+        before = list(servers)
+        kept: list[tuple[socket.socket, socket.socket]] = []
+        try:
+            for _, spare in self._kept:
+                kept.append((await self._listen_again(spare), spare))
+        except BaseException:
+            # The old ones go on; what listens already would be listened to twice from the next try on.
+            for server in servers[len(before) :]:
+                server.close()
+            del servers[len(before) :]
+            raise
         self._kept, self._is_due = kept, False
         for each in before:  # not earlier: where listening anew fails, the old ones go on
             servers.remove(each)
             each.close()
 
     async def look(self) -> None:
-        """Puts another socket in the place of each that was closed, and takes up a new certificate."""
-        if self._tls is not None and self._tls.look():
-            self._is_due = True
-        if self._is_due:
-            await self.renew()
+        """Puts another socket in the place of each that was closed."""
         for place, (listener, spare) in enumerate(self._kept):
             if listener.fileno() < 0:
                 log.error("a listening socket was closed: listening again")
-                self._kept[place] = again, _ = spare.dup(), spare
-                await self._listen(again)
+                self._kept[place] = await self._listen_again(spare), spare
+
+    async def look_at_certificate(self) -> None:
+        """Takes up a new certificate; its files are read in a thread, which a mount that hangs holds up alone."""
+        if self._tls is not None and await asyncio.to_thread(self._tls.look):
+            self._is_due = True
+        if self._is_due:
+            await self.renew()
+
+    async def _listen_again(self, spare: socket.socket) -> socket.socket:
+        """Another descriptor of the socket, which the server listens on."""
+        again = spare.dup()
+        try:
+            await self._listen(again)
+        except BaseException:
+            again.close()
+            raise
+        return again
 
     async def _listen(self, listener: socket.socket) -> None:
         server = self._server

@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
         self._connections = connections
         self._tls = tls
         self._listening = Listening(self, tls, handshake_s)
-        self._looking: asyncio.Task[None] | None = None
+        self._looking: list[asyncio.Task[None]] = []
         self._drain_s = drain_s
         self._announce = announce
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -99,9 +99,16 @@ class Server(uvicorn.Server):
             if self._tls is not None:  # uvicorn has no setting for the time of a handshake
                 await self._listening.renew()
             every_s = _LISTENING_LOOK_S if self._connections is None else self._connections.every_s
-            self._looking = self._loops.start(
-                "Server.look", self._look, wait=lambda: asyncio.sleep(every_s)
+            self._looking.append(
+                self._loops.start("Server.look", self._look, wait=lambda: asyncio.sleep(every_s))
             )
+            if self._tls is not None:
+                self._looking.append(
+                    self._loops.start(
+                        "Listening.look_at_certificate", self._listening.look_at_certificate,
+                        wait=lambda: asyncio.sleep(_LISTENING_LOOK_S),
+                    )
+                )  # fmt: skip
             settle()
             self._announce()
 
@@ -111,8 +118,8 @@ class Server(uvicorn.Server):
         try:
             await super().shutdown(sockets)
         finally:
-            if self._looking is not None:
-                self._looking.cancel()
+            for looking in self._looking:
+                looking.cancel()
 
     async def _look(self) -> None:
         """Ends connections that stand still, and listens again where that ended."""

@@ -25,7 +25,7 @@ from tests.integration.token_files import TokenPlace
 
 NAMES = {
     "Advisor.step", "Arms.look", "Dashboard.tell", "EventCounts.look", "EventFollower.run",
-    "ExposureLog.flush", "Follower.look", "Host.look", "Inbox.consume", "Pulse.sample",
+    "ExposureLog.flush", "Follower.look", "Host.look", "Inbox.consume", "Listening.look_at_certificate", "Pulse.sample",
     "Refresher.beat", "Refresher.listen", "Refresher.look_at_blocklist", "Refresher.sweep_copies",
     "Rejections.step", "ReleaseWatch.look", "Room.look", "Sampler.turn", "Server.look",
     "SharedReport.report", "Shelf.take_values", "Sketch.report", "TokenWatch.keep_up",
