@@ -1,8 +1,10 @@
 """Attributes that events set, as a process keeps them: the newest value of each, by item and by user. Pure."""
 
+import heapq
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -10,9 +12,10 @@ import orjson
 
 from cache.events.event import Event
 from cache.events.position import Position
+from cache.events.user_events import AT_ONCE
 
 VALUES_MAX: Final = 64
-"""Attributes of one user or item that are kept: events of one must not make each of them slow to take in."""
+"""Attributes of one user or item that are kept, those set last: events of one must not make each slow to take in."""
 
 _FEW: Final = 4_096
 """Items that are looked at one by one."""
@@ -61,7 +64,7 @@ class ValuesOfItems(NamedTuple):
 class AttributeEvents:
     """Newest values by item and by user; a probe for a user without any costs one look into a dictionary.
 
-    Positions only grow. What one entity has beyond VALUES_MAX is not taken in; whoever adds bounds the memory of all.
+    Positions only grow. Beyond VALUES_MAX the oldest values of an entity go; whoever adds bounds the memory of all.
     """
 
     def __init__(self) -> None:
@@ -69,11 +72,11 @@ class AttributeEvents:
         self.last = 0
         """Number of the newest position that was looked at."""
         self.since = 0
-        """Number of the position behind which every value is here, up to the last, but for refusals."""
+        """Number of the position behind which every value is here, up to the last, but for those that went."""
         self.newest_item = 0
         """Number of the newest position that set a value of an item."""
         self.refusals = 0
-        """Number of events whose values were not taken in."""
+        """Number of events for which older values of their entity went."""
         # Each in the order of the newest positions, newest last.
         self._items: dict[bytes, bytes] = {}
         self._users: dict[bytes, bytes] = {}
@@ -93,11 +96,11 @@ class AttributeEvents:
             return True
         of_kind = self._items if kind == "item" else self._users
         before = of_kind.get(raw)
-        packed = _with(before, values, number)
+        told = {} if before is None else _values(before)
+        told |= {name: [number, value] for name, value in values.items()}
+        packed = _packed(number, told)
         more = len(packed) - len(before) if before else len(packed) + len(raw) + _ENTITY_BYTES
-        if len(_values(packed)) > VALUES_MAX:
-            self.refusals += 1
-            return True
+        self.refusals += len(told) > VALUES_MAX
         of_kind.pop(raw, None)
         of_kind[raw] = packed
         self.size_bytes += more
@@ -167,19 +170,39 @@ class AttributeEvents:
 
     def put_before(self, other: "AttributeEvents") -> None:
         """Adds what another one holds of earlier positions: of an attribute that has a value here, this one counts."""
-        for held, earlier in ((self._items, other._items), (self._users, other._users)):
-            if not earlier:
-                continue
-            for raw, packed in earlier.items():
-                newer = held.get(raw)
-                held[raw] = packed if newer is None else _merged(packed, newer)
-                grown = len(raw) + _ENTITY_BYTES if newer is None else -len(newer)
-                self.size_bytes += len(held[raw]) + grown
-            ordered = sorted(held.items(), key=lambda each: _newest(each[1]))
-            held.clear()
-            held.update(ordered)
+        deque(self.put_before_in_turns(other), maxlen=0)
+
+    def put_before_in_turns(self, other: "AttributeEvents") -> Iterator[None]:
+        """As `put_before`, some entities between two yields; nothing else may be taken in before the end."""
+        items = yield from self._put_before(self._items, other._items)
+        users = yield from self._put_before(self._users, other._users)
+        self._items, self._users = items, users
         self.newest_item = max(self.newest_item, other.newest_item)
         self.refusals += other.refusals
+
+    def _put_before(
+        self, held: dict[bytes, bytes], earlier: dict[bytes, bytes]
+    ) -> Generator[None, None, dict[bytes, bytes]]:
+        """Both in the order of their newest positions, which each of them has already."""
+        if not earlier:
+            return held
+        only_earlier = ((raw, packed) for raw, packed in earlier.items() if raw not in held)
+        both = heapq.merge(held.items(), only_earlier, key=lambda entity: _newest(entity[1]))
+        merged: dict[bytes, bytes] = {}
+        grown = 0
+        for count, (raw, packed) in enumerate(both, 1):
+            if raw not in held:
+                merged[raw] = packed
+                grown += len(packed) + len(raw) + _ENTITY_BYTES
+            elif raw in earlier:
+                merged[raw] = _merged(earlier[raw], packed)
+                grown += len(merged[raw]) - len(packed)
+            else:
+                merged[raw] = packed
+            if not count % AT_ONCE:
+                yield
+        self.size_bytes += grown
+        return merged
 
     def forget(self, kind: str, raw: bytes) -> None:
         """Forgets the values of an item or a user that was erased."""
@@ -200,15 +223,19 @@ def _values(packed: bytes) -> dict[str, list[Any]]:
     return found
 
 
-def _with(packed: bytes | None, attributes: Mapping[str, Any], number: int) -> bytes:
-    told = {} if packed is None else _values(packed)
-    told |= {name: [number, value] for name, value in attributes.items()}
+def _packed(number: int, told: dict[str, list[Any]]) -> bytes:
+    """Values of one entity, whose newest position has this number; of more than VALUES_MAX the newest.
+
+    Which these are depends on the stream alone, not on how far back a process has read it: replicas agree.
+    """
+    if len(told) > VALUES_MAX:
+        newest = heapq.nlargest(VALUES_MAX, told.items(), key=lambda each: (each[1][0], each[0]))
+        told = dict(newest)
     return _NEWEST.pack(number) + orjson.dumps(told, option=orjson.OPT_SORT_KEYS)
 
 
 def _merged(earlier: bytes, newer: bytes) -> bytes:
-    told = _values(earlier) | _values(newer)
-    return newer[: _NEWEST.size] + orjson.dumps(told, option=orjson.OPT_SORT_KEYS)
+    return _packed(_newest(newer), _values(earlier) | _values(newer))
 
 
 def _newer(packed: bytes, number: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Events of users that a process keeps in memory: by user, packed, newest last. Pure."""
 
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -9,6 +10,8 @@ from cache.events.position import Position
 
 _TAIL: Final = struct.Struct("<qQH")
 """Behind an item's id: when it happened (microseconds), the position's number, and bytes of the id."""
+AT_ONCE: Final = 256
+"""Users, items or values between two yields of what is done in turns."""
 _USER_BYTES: Final = 180
 """Memory of a user besides the id and the packed events, about."""
 
@@ -104,11 +107,19 @@ class UserEvents:
 
     def become(self, other: "UserEvents") -> None:
         """Holds from now on what another one holds, which is given up with that; probes go on where they were."""
-        before = dict(self.packed)
-        self.packed.clear()
-        for user, packed in other.packed.items():
-            held = before.get(user)
-            self.packed[user] = held if held is not None and held == packed else packed
+        deque(self.become_in_turns(other), maxlen=0)
+
+    def become_in_turns(self, other: "UserEvents") -> Iterator[None]:
+        """As `become`, some users between two yields. Until the end some have their old events, others the new ones."""
+        held, coming = self.packed, other.packed
+        for count, user in enumerate([*held, *(user for user in coming if user not in held)], 1):
+            packed = coming.get(user)
+            if packed is None:
+                del held[user]
+            elif held.get(user) != packed:  # who has the same keeps the very object
+                held[user] = packed
+            if not count % AT_ONCE:
+                yield
         self.size_bytes, self.last, self.since = other.size_bytes, other.last, other.since
 
     def put_before(self, other: "UserEvents", users: Iterable[bytes]) -> None:

@@ -24,7 +24,7 @@ _OF_CALLERS = ("/v1/", "/dashboard/data")
 _OF_ONE = ("/v1/lookup/", "/v1/explain/")
 """Beginnings of the paths that, asked for by GET, name the one entity that they are about."""
 _SPENT = "larder.spent"
-_BEARER = b"Bearer "
+_BEARER = b"bearer "
 TOKEN_BYTES_MAX = 4_096
 """Bytes of a token; a longer one is nobody's."""
 
@@ -182,7 +182,9 @@ class Callers:
         for each, caller in self._known:  # all of them, whichever fits
             if hmac.compare_digest(digest, each):
                 found = caller
-        is_token = sent.startswith(_BEARER) and len(sent) <= len(_BEARER) + TOKEN_BYTES_MAX
+        # The scheme's name is compared without its case (RFC 9110, 11.1), the token as it is.
+        is_bearer = sent[: len(_BEARER)].lower() == _BEARER
+        is_token = is_bearer and len(sent) <= len(_BEARER) + TOKEN_BYTES_MAX
         return found if is_token else STRANGER
 
 

@@ -35,6 +35,11 @@ class EventsUnavailable(LarderError):
 
     code = "events_unavailable"
 
+    @property
+    def outside(self) -> str:
+        """What callers may hear: an error of the connection names host and port, which are for the log."""
+        return self.message if self.__cause__ is None else "the Redis of events cannot be reached"
+
 
 class EventsFull(LarderError):
     """The stream takes no more until it is trimmed, or its Redis is at its maxmemory."""

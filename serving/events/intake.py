@@ -1,6 +1,7 @@
 """Intake of events: a request's or the inbox's are read, accepted or rejected, and counted."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from serving.events.counts import ACCEPTED, REPEATED, TOO_MANY, EventCounts
 from serving.events.reading import DETAIL_CHARS, EventReader, ReadEvents, RejectedEvent
 from serving.events.rejections import Rejections
 from serving.requests.errors import Problem
+
+log = logging.getLogger(__name__)
 
 BESIDE: Final = 100
 """Events of one request beyond which they are read in a thread: 100 take about 1 ms."""
@@ -55,9 +58,10 @@ class EventIntake:
             ) from error  # fmt: skip
         except (EventsUnavailable, EventsBusy) as error:
             self.counts.refusals[error.code] += 1
-            raise Problem(
-                503, error.code, f"{error.message}: send them again, under the same ids"
-            ) from error
+            why = error.message
+            if isinstance(error, EventsUnavailable) and (why := error.outside) != error.message:
+                log.warning("no events are accepted: %s", error.message)
+            raise Problem(503, error.code, f"{why}: send them again, under the same ids") from error
         self.counts.seconds.observe("http", self.timer() - began)
         return self._answer(events, found, told)
 

@@ -230,7 +230,8 @@ class EventFollower:
         for start in range(0, len(users), _AT_ONCE):
             self.newer.users.put_before(aside.users, users[start : start + _AT_ONCE])
             await asyncio.sleep(0)
-        self.newer.values.put_before(aside.values)
+        for _ in self.newer.values.put_before_in_turns(aside.values):
+            await asyncio.sleep(0)
         self.newer.items.put_before(aside.items)
         return True
 
@@ -240,7 +241,8 @@ class EventFollower:
         aside = _nothing_since(floor)
         while await self._read(client, aside, None) and aside.size_bytes < self.limit_bytes:
             pass
-        self.newer.become(aside)
+        for _ in self.newer.become_in_turns(aside):
+            await asyncio.sleep(0)
         self._floor = floor
 
     async def _drop(self, floor: int) -> None:

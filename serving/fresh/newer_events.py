@@ -1,7 +1,7 @@
 """Newer events of users, as answers count them."""
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -81,9 +81,9 @@ class NewerEvents:
         self.values.add(position, event)
         self.items.add(position, event)
 
-    def become(self, other: "NewerEvents") -> None:
-        """Holds from now on what another one holds, which is given up with that."""
-        self.users.become(other.users)
+    def become_in_turns(self, other: "NewerEvents") -> Iterator[None]:
+        """Holds in the end what another one holds, which is given up with that; some users between two yields."""
+        yield from self.users.become_in_turns(other.users)
         self.values.become(other.values)
         self.items.become(other.items)
 

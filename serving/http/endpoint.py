@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
-from cache.errors import InvalidInput, LarderError
+from cache.errors import InvalidInput, LarderError, TierUnavailable
 from serving.access.callers import caller_of
 from serving.access.scopes import Scope
 from serving.admission.work_pacer import waited_in
@@ -46,6 +46,11 @@ class Guard:
                 response = refused(Problem(400, "disconnected", "the body ended early"))
             except InvalidInput as error:
                 response = refused(from_input(error, "body"))
+            except TierUnavailable as error:
+                log.warning(
+                    "%s failed: %s", route, error.message
+                )  # names the host, which is for the log alone
+                response = refused(Problem(503, error.code, "Redis does not answer"))
             except LarderError as error:
                 log.exception("%s failed", route)
                 response = refused(Problem(503, error.code, error.message))

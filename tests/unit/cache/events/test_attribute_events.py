@@ -92,14 +92,39 @@ def test_a_position_is_taken_once_and_an_interaction_sets_nothing() -> None:
     assert found.newest_item == Position(1, 0).number and found.last == Position(3, 0).number
 
 
-def test_one_entity_has_a_bound_on_its_attributes() -> None:
+def test_one_entity_has_a_bound_on_its_attributes_and_keeps_those_set_last() -> None:
     told = [("user", b"u", {f"a{number}": 1}) for number in range(VALUES_MAX + 10)]
     found = added(told)
 
-    assert len(found.of_user(b"u", 0)) == VALUES_MAX
+    assert found.of_user(b"u", 0).keys() == {f"a{number}" for number in range(10, VALUES_MAX + 10)}
     assert found.refusals == 10
-    assert found.newest_of_user(b"u") == Position(VALUES_MAX, 0).number
+    assert found.newest_of_user(b"u") == Position(VALUES_MAX + 10, 0).number
     assert found.newest_of_user(b"nobody") == 0
+
+
+@given(st.lists(st.integers(0, VALUES_MAX + 20), max_size=300), st.integers(0, 300))
+def test_replicas_that_read_the_stream_from_other_positions_on_hold_the_same_values(
+    names: list[int], skipped: int
+) -> None:
+    told = [("item", b"i", {f"a{number}": at}) for at, number in enumerate(names)]
+    whole, late = added(told), AttributeEvents()
+    for at, each in enumerate(told[skipped:], skipped + 1):
+        late.add(Position(at, 0), event(*each))
+
+    since = Position(skipped, 0).number
+    assert late.all_values("item", since) == whole.all_values("item", since)
+    assert [*late.items_since(since).values()] == [*whole.items_since(since).values()]
+
+
+def test_many_values_are_put_in_front_in_turns() -> None:
+    earlier = added([("item", b"%d" % at, {"a": at}) for at in range(2_000)])
+    later = AttributeEvents()
+    later.add(Position(5_000, 0), event("item", b"7", {"b": 1}))
+
+    turns = sum(1 for _ in later.put_before_in_turns(earlier))
+
+    assert turns >= 2_000 // 256
+    assert later.all_values("item", 0)[b"7"] == {"a": 7, "b": 1} and len(later) == 2_000
 
 
 def test_what_is_kept_is_a_copy_of_what_was_told() -> None:

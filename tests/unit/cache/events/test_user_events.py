@@ -112,3 +112,12 @@ def test_who_is_read_again_and_has_what_was_known_keeps_the_very_object() -> Non
     assert users.packed is probed and users.packed[b"u"] is packed
     assert [each.item for each in users.newer(b"v", 0)] == [b"b", b"c"]
     assert users.size_bytes == size_of(users)
+
+
+def test_becoming_another_one_is_done_in_turns() -> None:
+    users, other = filled([("gone", "a", 1)]), filled([(f"u{at}", "a", at) for at in range(2_000)])
+
+    turns = sum(1 for _ in users.become_in_turns(other))
+
+    assert turns >= 2_000 // 256
+    assert users.packed == other.packed and users.size_bytes == size_of(users)

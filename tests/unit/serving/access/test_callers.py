@@ -54,13 +54,21 @@ def test_without_tokens_anybody_may_ask_and_with_none_in_the_file_nobody() -> No
 
 
 @pytest.mark.parametrize("header", [
-    b"", b"Bearer", b"Bearer ", b"bearer {}", b"Basic {}", b"{}", b"Bearer  {}", b"Bearer {} ", b"Bearer {}\x00",
+    b"", b"Bearer", b"Bearer ", b"Bearer{}", b"Basic {}", b"{}", b"Bearer  {}", b"Bearer {} ", b"Bearer {}\x00",
     b"Bearer x{}",
 ])  # fmt: skip
 def test_nothing_but_the_very_token_counts(header: bytes) -> None:
     sent = header.replace(b"{}", TOKENS["ana"].encode())
 
     assert known(token="sesame").identify([(b"authorization", sent)]) is STRANGER
+
+
+@pytest.mark.parametrize("scheme", [b"bearer", b"BEARER", b"beArer"])
+def test_the_scheme_is_known_in_any_case_and_the_token_in_its_own_alone(scheme: bytes) -> None:
+    token = TOKENS["ana"].encode()
+
+    assert known().identify([(b"authorization", scheme + b" " + token)]).name == "ana"
+    assert known().identify([(b"authorization", scheme + b" " + token.swapcase())]) is STRANGER
 
 
 def test_the_first_header_counts() -> None:

@@ -1,0 +1,55 @@
+"""Callers hear that the Redis of events is away, and not where it is; the log names it."""
+
+import logging
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from cache.store.blocklist import Blocklist
+from serving.events.connection import EventsUnavailable, _as_unavailable
+from serving.events.counts import EventCounts
+from serving.events.intake import EventIntake
+from serving.requests.errors import Problem
+
+WHERE = "Error 111 connecting to events.internal:6380. Connection refused."
+
+
+def intake(error: Exception) -> EventIntake:
+    """An intake whose every call of Redis ends with an error."""
+
+    async def accept(_events: object) -> None:
+        raise error
+
+    nothing: Any = SimpleNamespace(packed=[], rejected=[], places=[])
+    parts: Any = SimpleNamespace(accept=accept, of_body=lambda *_: nothing, found=None)
+    counts: Any = EventCounts(parts, SimpleNamespace(events="", inbox="", rejected=""), 1)  # type: ignore[arg-type]
+    return EventIntake(
+        parts, parts, parts, parts, parts, counts, Blocklist, time.time, time.monotonic
+    )
+
+
+async def test_a_refused_request_does_not_name_the_redis_of_events(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(EventsUnavailable) as raised, _as_unavailable():
+        raise RedisConnectionError(WHERE)
+
+    with pytest.raises(Problem) as refused, caplog.at_level(logging.WARNING):
+        await intake(raised.value).take([{}])
+
+    problem = refused.value
+    assert (problem.status, problem.reason) == (503, "events_unavailable")
+    assert problem.message == (
+        "the Redis of events cannot be reached: send them again, under the same ids"
+    )
+    assert "events.internal:6380" in caplog.text
+
+
+async def test_what_is_said_of_durability_is_told() -> None:
+    with pytest.raises(Problem, match="its disk in time: send them again"):
+        await intake(
+            EventsUnavailable("the Redis of events did not write to its disk in time")
+        ).take([{}])
