@@ -266,13 +266,7 @@ def _a_late_reply_is_taken_for_the_next(patch: pytest.MonkeyPatch) -> None:
 
 
 def _only_announcements_are_heard(patch: pytest.MonkeyPatch) -> None:
-    real = Refresher._every
-
-    async def every(self: Any, pause_s: Any, step: Any, wake: Any) -> None:
-        is_look = step == self.follower.look
-        await real(self, (lambda: 3_600.0) if is_look else pause_s, step, wake)
-
-    patch.setattr(Refresher, "_every", every)
+    patch.setattr(Refresher, "look_s", lambda _self: 3_600.0)
 
 
 def _what_is_degraded_stays_so(patch: pytest.MonkeyPatch) -> None:
