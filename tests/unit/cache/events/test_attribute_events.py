@@ -5,7 +5,7 @@ from unittest import mock
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache.events.attribute_events import VALUES_MAX, AttributeEvents
@@ -103,6 +103,7 @@ def test_one_entity_has_a_bound_on_its_attributes_and_keeps_those_set_last() -> 
 
 
 @given(st.lists(st.integers(0, VALUES_MAX + 20), max_size=300), st.integers(0, 300))
+@example(list(range(VALUES_MAX + 20)), 10)
 def test_replicas_that_read_the_stream_from_other_positions_on_hold_the_same_values(
     names: list[int], skipped: int
 ) -> None:

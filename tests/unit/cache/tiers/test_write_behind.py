@@ -2,11 +2,8 @@
 
 from collections.abc import Sequence
 
-import pytest
-
 from cache.errors import TierUnavailable
 from cache.l2.commands import OverlayWrite
-from cache.process import background_loops
 from cache.tiers.write_behind import WriteBehind
 from tests.integration.serving_app import eventually
 
@@ -15,9 +12,8 @@ def write(number: int) -> OverlayWrite:
     return OverlayWrite("g1", "user_topk", f"{number:016x}", bytes(8), 60.0)
 
 
-async def test_writes_behind_one_that_raises_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_writes_behind_one_that_raises_are_stored() -> None:
     # given a first write that meets a defect, and more of them than travel together
-    monkeypatch.setattr(background_loops, "_PAUSE_S", 0.0)
     calls = 0
 
     async def store(writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
