@@ -7,6 +7,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from cache.control.schedule import Schedule
 from cache.format.redis_keys import Keyspace
+from cache.process.background_loops import BackgroundLoops
 from cache.tiers.access_sample import Trace
 from cache.tiers.l1 import LocalTier
 from cache.tiers.results import Counters
@@ -20,6 +21,7 @@ from serving.fresh.event_metrics import EventMetrics
 from serving.fresh.newer_events import NewerEvents
 from serving.metrics.event_counters import TEXTS, Events
 from serving.metrics.fast_counters import Overload
+from serving.metrics.loop_failures import LoopFailures
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches
 from serving.near.near_metrics import NearMetrics
@@ -51,7 +53,7 @@ def labels() -> dict[str, set[str]]:
         Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results(),
         Usage(nothing, Reads(), metrics, tuple, lambda: None),
         Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
-        TlsWatch(cast(Any, _Files)), taken_in, EventMetrics(cast(Any, _Follower)), NearMetrics(NearMatches({})),
+        TlsWatch(cast(Any, _Files)), LoopFailures(BackgroundLoops()), taken_in, EventMetrics(cast(Any, _Follower)), NearMetrics(NearMatches({})),
     ]  # fmt: skip
     found: dict[str, set[str]] = {}
     for collector in [*metrics.registry._collector_to_names, *told]:

@@ -25,10 +25,10 @@ from tests.call_walk import Call, Recorder, calls_of, hops, modules, table
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import settings
 
-BACKGROUND = tuple(
-    f"serving.{each}"
-    for each in ("replica", "process", "admission.loop_lag", "dashboard", "quality", "usage")
-)
+BACKGROUND = (
+    "cache.process.background_loops", "serving.replica", "serving.process",
+    "serving.admission.loop_lag", "serving.dashboard", "serving.quality", "serving.usage",
+)  # fmt: skip
 """Packages whose calls from the event loop are no part of a request."""
 
 
