@@ -53,7 +53,8 @@ def labels() -> dict[str, set[str]]:
         Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results(),
         Usage(nothing, Reads(), metrics, tuple, lambda: None),
         Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
-        TlsWatch(cast(Any, _Files)), LoopFailures(BackgroundLoops()), taken_in, EventMetrics(cast(Any, _Follower)), NearMetrics(NearMatches({})),
+        TlsWatch(cast(Any, _Files)), LoopFailures(BackgroundLoops()), taken_in,
+        EventMetrics(cast(Any, _Follower)), NearMetrics(NearMatches({})),
     ]  # fmt: skip
     found: dict[str, set[str]] = {}
     for collector in [*metrics.registry._collector_to_names, *told]:
