@@ -23,19 +23,11 @@ class Blocklist(Versioned):
     items: frozenset[bytes] = frozenset()
     entities: frozenset[bytes] = frozenset()
     users: frozenset[bytes] = frozenset()
-    version_beside: int = 0
-    """Version of the other namespace's blocklist that is part of this one; 0 if none is. Never stored."""
-
-    @property
-    def revision(self) -> int:
-        """Number that grows with every change of what is blocked here, by this namespace or by the other."""
-        return self.version + self.version_beside
 
     def with_all_of(self, other: Self) -> Self:
         """This version, with what another namespace blocks."""
         return replace(
             self,
-            version_beside=other.version,
             items=self.items | other.items,
             entities=self.entities | other.entities,
             users=self.users | other.users,
@@ -60,11 +52,11 @@ class Blocklist(Versioned):
         try:
             data = orjson.loads(raw)
             demand(BLOCKLIST, version_of(data))
-            items, entities, users = (
-                frozenset(canonical_id(sent) for sent in ids)
-                for ids in (data["items"], data["entities"], data.get("users", ()))
+            ids = (data["items"], data["entities"], data.get("users", ()))
+            return cls(
+                data["version"],
+                *(frozenset(canonical_id(each) for each in found) for found in ids),
             )
-            return cls(data["version"], items, entities, users)
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise CorruptArtefact(f"not a blocklist: {error}") from error
 

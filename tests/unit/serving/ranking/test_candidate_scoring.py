@@ -1,8 +1,6 @@
 """Ranking a caller's own candidates: from what the vector comes, and how far its scores can be trusted."""
 
 import asyncio
-import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +11,8 @@ from cache.format.records.layout import Layout
 from serving.generations.served_set import Holding
 from serving.ranking.candidate_scoring import rank_candidates, score_tolerance
 from serving.ranking.filters import Filters
-from serving.requests.errors import unprocessable
 from serving.requests.models import RequestOptions, ScoreAsk
-from tests.unit.serving.world import GENERATION, OLDER, World, entity, ids
+from tests.unit.serving.world import World, entity, ids
 
 
 async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> None:
@@ -96,37 +93,3 @@ def scores(vector, items, metric):
     if metric == "cosine":
         found /= np.linalg.norm(items, axis=1) * np.linalg.norm(vector)
     return found
-
-
-class _PreviousAnswers:
-    """Ladder whose vectors the previous generation alone has."""
-
-    async def lookup(self, holding: Holding, _ask: Any, _started: float) -> list[dict[str, Any]]:
-        if holding.previous is None:
-            return [{"generation": GENERATION, "vector": None, "source": "default"}]
-        vector = np.ones(4, np.float32)
-        return [{"generation": OLDER, "vector": vector, "source": "previous"}]
-
-
-class _LiveKnowsFilter:
-    """Filters that fit the attributes of the live generation's items alone."""
-
-    async def passing(self, snapshot: Any, *_: Any) -> None:
-        if snapshot.generation != GENERATION:
-            raise unprocessable("unknown_filter", "this generation has no filter 'new'", "filter")
-
-    async def reranker(self, *_: Any) -> None:
-        return None
-
-
-async def test_a_filter_that_the_previous_generation_lacks_is_right_for_the_live_one() -> None:
-    world = World()
-    holding = Holding(world.snapshot(), world.snapshot(OLDER))
-    ask = ScoreAsk(entity("u1", ""), ids("i1", "i2"), RequestOptions(5.0, filter="new"))
-    ladder: Any = _PreviousAnswers()
-    filters: Any = _LiveKnowsFilter()
-
-    answer = await rank_candidates(ladder, filters, holding, ask, time.monotonic())
-
-    assert answer["generation"] == GENERATION and answer["source"] == "default"
-    assert answer["items"] == [] and answer["unscored"] == ["i1", "i2"]
