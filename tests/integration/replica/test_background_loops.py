@@ -52,6 +52,10 @@ class Replica:
         loops: BackgroundLoops = self.front.state.loops
         return loops
 
+    async def holds_arm(self) -> bool:
+        """True once the arm's namespace runs its loops beside those of the service's own."""
+        return [loop.name for loop in self.loops.running].count("Refresher.listen") == 2
+
     def other_tasks(self) -> set[str]:
         """Names of coroutines that run as tasks of the service, and are neither loops nor uvicorn's own."""
         known = {loop.task for loop in self.loops.running} | {asyncio.current_task()}
@@ -81,7 +85,9 @@ async def replica(tmp_path: Path, redis_url: str) -> AsyncIterator[Replica]:
     try:
         async with asyncio.timeout(60):
             await is_serving.wait()
-        yield Replica(own, front, others)
+        replica = Replica(own, front, others)
+        assert await eventually(replica.holds_arm)
+        yield replica
     finally:
         server.should_exit = True
         await serving
@@ -96,14 +102,9 @@ def _start_experiment(own: NightConfig, other: NightConfig) -> None:
 async def test_every_background_task_of_a_service_is_a_loop_of_the_wrapper(
     replica: Replica,
 ) -> None:
-    async def arm_is_held() -> bool:
-        names = [loop.name for loop in replica.loops.running]
-        return names.count("Refresher.listen") == 2
-
     async def nothing_else_runs() -> bool:  # what was begun by a request or a look ends by itself
         return replica.other_tasks() == set()
 
-    assert await eventually(arm_is_held)
     assert await eventually(nothing_else_runs, 10.0), replica.other_tasks()
     assert {loop.name for loop in replica.loops.running} == NAMES
     assert set(replica.loops.failures) >= NAMES
