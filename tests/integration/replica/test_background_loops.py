@@ -24,7 +24,7 @@ from tests.integration.serving_app import PATIENT, eventually, settings
 from tests.integration.token_files import TokenPlace
 
 NAMES = {
-    "Advisor.step", "Arms.look", "Dashboard.tell", "EventCounts.look", "EventFollower.run",
+    "Advisor.step", "Arms.enforce", "Arms.look", "Dashboard.tell", "EventCounts.look", "EventFollower.run",
     "ExposureLog.flush", "Follower.look", "Host.look", "Inbox.consume", "Listening.look_at_certificate", "Pulse.sample",
     "Refresher.beat", "Refresher.listen", "Refresher.look_at_blocklist", "Refresher.sweep_copies",
     "Rejections.step", "ReleaseWatch.look", "Room.look", "Sampler.turn", "Server.look",

@@ -11,8 +11,9 @@ from cache.format.records.layout import Layout
 from serving.generations.served_set import Holding
 from serving.ranking.candidate_scoring import rank_candidates, score_tolerance
 from serving.ranking.filters import Filters
+from serving.requests.errors import unprocessable
 from serving.requests.models import RequestOptions, ScoreAsk
-from tests.unit.serving.world import World, entity, ids
+from tests.unit.serving.world import GENERATION, OLDER, World, entity, ids
 
 
 async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> None:
@@ -45,7 +46,7 @@ class EverythingPasses:
 class FiltersOfTheLiveOne(Filters):
     """Filters that name an attribute which the previous generation lacks."""
 
-    async def passing(self, snapshot, filter_):
+    async def passing(self, snapshot, filter_, deadline=None):
         if snapshot.generation == OLDER:
             raise unprocessable("invalid_filter", "unknown attribute 'colour'", "filter")
         return EverythingPasses()
