@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -14,7 +13,6 @@ from serving.access.token_watch import TokenWatch
 from serving.bootstrap import replica_id, running
 from serving.config.settings import ServingConfig, check_token
 from serving.config.tls import TlsFiles, TlsWatch
-from serving.http import openapi
 from serving.http.asgi_app import Fast, Front
 from serving.http.http1_protocol import Http1Protocol
 from serving.http.routes import routes
@@ -55,7 +53,9 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
             # Routes are tried in order: what is asked most comes before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()
-            app.include_router(routes(service))
+            router, document = routes(service)
+            app.include_router(router)
+            app.openapi_schema = document
             app.router.routes.extend(documentation)
             front.gate = service.gate()
             if config.fast_http:
@@ -92,8 +92,6 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
         return response
 
     app.add_exception_handler(HTTPException, refuse)
-    if config.has_tokens:
-        _document_token(app)
     return app
 
 
@@ -137,15 +135,3 @@ def _with_head(methods: str) -> str:
     """The methods of a route, with HEAD wherever GET is one of them: `Front` answers HEAD for all."""
     names = {name.strip() for name in methods.split(",")}
     return ", ".join(sorted(names | {"HEAD"} if "GET" in names else names))
-
-
-def _document_token(app: FastAPI) -> None:
-    undocumented = app.openapi
-
-    def documented() -> dict[str, Any]:
-        document = undocumented()
-        schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
-        schemes[openapi.BEARER] = {"type": "http", "scheme": "bearer"}
-        return document
-
-    app.openapi = documented  # type: ignore[method-assign]

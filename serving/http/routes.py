@@ -9,14 +9,13 @@ from fastapi.routing import APIRoute
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from serving.access.callers import spend
-from serving.access.scopes import Scope
-from serving.dashboard.document_schema import DASHBOARD
+from serving.answers.named_schema import Json
 from serving.dashboard.static_files import StaticPage, page_routes
 from serving.generations.snapshot import Snapshot
-from serving.http import answer_schema, json_schema, openapi
 from serving.http.endpoint import Guard, Handler
 from serving.http.generations_view import overview
-from serving.http.json_schema import Json
+from serving.http.openapi import Operation, document
+from serving.http.operations import described_operations
 from serving.http.service import Service
 from serving.metrics.registry import CONTENT_TYPE
 from serving.ranking.candidate_scoring import rank_candidates
@@ -52,8 +51,8 @@ class _Direct(APIRoute):
         return handler
 
 
-def routes(service: Service) -> APIRouter:
-    """All routes of the service."""
+def routes(service: Service) -> tuple[APIRouter, Json]:
+    """Return all routes of the service, and the OpenAPI document of those that it describes."""
     register_url_convertor("rest", _Rest())
     router = APIRouter(route_class=_Direct)
     guard = Guard(service.metrics, service.timer)
@@ -141,65 +140,45 @@ def routes(service: Service) -> APIRouter:
     async def metrics(_request: Request) -> Response:
         return Response(await service.expose(), media_type=CONTENT_TYPE)
 
-    def add(
-        path: str,
-        method: str,
-        handler: Handler,
-        needs: Scope,
-        answer: Json,
-        *,
-        is_counted: bool = True,
-        **described: Any,
-    ) -> None:
-        route = path.partition("{entity")[0].rstrip("/") if "{entity" in path else path
-        asked = needs if service.has_tokens else None
+    operations: list[Operation] = []
+
+    def add(handler: Handler, operation: Operation, *, is_counted: bool = True) -> None:
+        path, method = operation.path, operation.method.upper()
+        assert operation.scope is not None  # noqa: S101  what anybody may ask is no handler of these
+        endpoint = guard.around(
+            f"{method} {path.partition('{entity')[0].rstrip('/') if '{entity' in path else path}",
+            handler, needs=operation.scope, is_counted=is_counted,
+        )  # fmt: skip
         router.add_api_route(
-            path,
-            guard.around(f"{method} {route}", handler, needs=needs, is_counted=is_counted),
+            path.replace("{entity}", "{entity:rest}"),
+            endpoint,
             methods=[method],
             name=handler.__name__,
-            openapi_extra=openapi.described(answer, needs=asked, **described),
         )
+        operations.append(operation)
 
-    limits, one, answers = service.limits, ("table", "entity"), answer_schema.ANSWERS
-    add(
-        "/v1/lookup/{table}/{entity:rest}", "GET", lookup_one, "read", answer_schema.ANSWER,
-        path_names=one, query=True,
-    )  # fmt: skip
-    add(
-        "/v1/lookup/{table}", "POST", lookup_table, "read", answers,
-        body=json_schema.lookup(limits), path_names=("table",), has_arrow=True,
-    )  # fmt: skip
-    add("/v1/lookup", "POST", lookup_tables, "read", answers, body=json_schema.lookup_many(limits))
-    add("/v1/score", "POST", score, "score", answer_schema.SCORES, body=json_schema.score(limits))
-    add(
-        "/v1/feedback", "POST", feedback, "feedback", answer_schema.FEEDBACK,
-        body=json_schema.FEEDBACK_BODY, has_options=False,
-    )  # fmt: skip
-    add(
-        "/v1/events", "POST", events, "events", answer_schema.EVENTS, body=json_schema.EVENTS_BODY,
-        has_options=False, status="202", codes=openapi.EVENT_CODES,
-    )  # fmt: skip
-    add(
-        "/v1/explain/{table}/{entity:rest}", "GET", explain_one, "explain", answer_schema.EXPLAINED,
-        path_names=one, query=True,
-    )  # fmt: skip
-    add(
-        "/v1/explain/{table}", "POST", explain_input, "explain", answer_schema.EXPLAINED,
-        body=json_schema.lookup(limits, 1), path_names=("table",),
-    )  # fmt: skip
-    add("/v1/generations", "GET", generations, "read", answer_schema.GENERATIONS, has_options=False)
-    # Not counted, as no probe is: who looks on is not what is looked at.
-    add(
-        "/dashboard/data", "GET", dashboard_data, "admin", DASHBOARD,
-        has_options=False, is_counted=False,
-    )  # fmt: skip
+    handlers: dict[str, Handler] = {
+        "lookup": lookup_one,
+        "lookupBatch": lookup_table,
+        "lookupTables": lookup_tables,
+        "score": score,
+        "sendFeedback": feedback,
+        "sendEvents": events,
+        "explain": explain_one,
+        "explainInput": explain_input,
+        "getGenerations": generations,
+        "getDashboard": dashboard_data,
+    }
+    for operation in described_operations(service.limits):
+        # Who looks on is not what is looked at, as no probe is.
+        is_counted = operation.operation_id != "getDashboard"
+        add(handlers[operation.operation_id], operation, is_counted=is_counted)
     router.add_api_route("/healthz", healthz, methods=["GET"])
-    router.add_api_route("/readyz", readyz, methods=["GET"], openapi_extra=openapi.READYZ)
+    router.add_api_route("/readyz", readyz, methods=["GET"])
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
     router.routes.extend(page_routes())
     router.routes.extend(DOCS.routes())
-    return router
+    return router, document(operations, has_tokens=service.has_tokens)
 
 
 async def _answers(

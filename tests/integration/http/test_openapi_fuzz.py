@@ -53,7 +53,7 @@ def api(url: str, night: NightConfig) -> Any:
     """The document, whose tables and ids are often such as there are."""
     document = httpx.get(f"{url}/openapi.json").json()
     ids = [*sorted(histories(night))[:8], "i-00001", "i-00002", *hostile.EVERY[:20]]
-    _name_known(document["paths"], ids)
+    _name_known(document, ids)
     _link(document["paths"])
     found = schemathesis.openapi.from_dict(document)
     found.config.update(base_url=url)
@@ -65,7 +65,7 @@ def _name_known(value: Any, ids: list[str]) -> None:
         for each in value:
             _name_known(each, ids)
     elif isinstance(value, dict):
-        if str(value.get("description")).startswith("1 to 256 bytes"):
+        if str(value.get("description")).startswith("1 to 256 bytes") and "oneOf" in value:
             value["anyOf"] = [{"enum": ids}, *value.pop("oneOf")]
         elif value.get("in") == "path" and value["name"] == "table":
             value["schema"] = {"enum": TABLES}

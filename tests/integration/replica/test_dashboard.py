@@ -19,6 +19,7 @@ from tests.integration.fleet import fleet
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
 from tests.integration.serving_app import Running, eventually, serving
+from tests.openapi_document import resolved
 from tests.polling import until
 
 SOURCES = ("l1", "l2", "live", "previous", "default")
@@ -212,6 +213,6 @@ async def test_the_data_are_guarded_not_counted_and_can_be_switched_off(night: N
     assert off.json()["error"]["code"] == "dashboard_off"
     assert answered.headers["cache-control"] == "no-store" and len(answered.content) < 1 << 20
     described = document["paths"]["/dashboard/data"]["get"]["responses"]["200"]["content"]
-    properties = described["application/json"]["schema"]["properties"]
+    properties = resolved(document, described["application/json"]["schema"])["properties"]
     assert set(answered.json()) == set(properties)
     assert counted == {}

@@ -27,6 +27,7 @@ from tests.integration.nights import (
     top_lists,
 )
 from tests.integration.serving_app import Running, eventually, serving
+from tests.openapi_document import resolved
 
 
 @pytest.fixture
@@ -398,20 +399,23 @@ async def test_openapi_promises_what_the_service_keeps(night: NightConfig) -> No
 
     def body(path: str) -> dict[str, Any]:
         content = paths[path]["post"]["requestBody"]["content"]["application/json"]
-        found: dict[str, Any] = content["schema"]["properties"]
+        found: dict[str, Any] = resolved(document, content["schema"])["properties"]
         return found
 
     entities = body("/v1/lookup")["entities"]
-    assert entities["maxItems"] == 3 and entities["items"]["additionalProperties"] is False
-    assert entities["items"]["properties"]["history"]["anyOf"][0]["maxItems"] == 4
+    entity = resolved(document, entities["items"])
+    assert entities["maxItems"] == 3 and entity["additionalProperties"] is False
+    assert entity["properties"]["history"]["anyOf"][0]["maxItems"] == 4
     assert body("/v1/lookup/{table}")["exclude"]["anyOf"][0]["maxItems"] == 5
-    assert body("/v1/score")["user"]["oneOf"][1]["additionalProperties"] is False
+    user = resolved(document, body("/v1/score")["user"])["oneOf"][1]
+    assert resolved(document, user)["additionalProperties"] is False
     headers = [each["name"] for each in paths["/v1/score"]["post"]["parameters"]]
     assert (
         headers == ["X-Deadline-Ms", "X-Larder-Canary-Key", "X-Larder-Arm"]
         and "503" in paths["/readyz"]["get"]["responses"]
     )
     held = paths["/v1/generations"]["get"]["responses"]["200"]["content"]["application/json"]
-    assert set(held["schema"]["properties"]) == set(generations)
-    assert set(held["schema"]["properties"]["live"]["properties"]) == set(generations["live"])
-    assert "securitySchemes" not in document.get("components", {})
+    told = resolved(document, held["schema"])["properties"]
+    assert set(told) == set(generations)
+    assert set(resolved(document, told["live"])["properties"]) == set(generations["live"])
+    assert "securitySchemes" not in document["components"]

@@ -1,0 +1,79 @@
+"""Named schemas of the OpenAPI document: written where they are used, collected under `components`. Pure."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cache.errors import ConfigError
+
+Json = dict[str, Any]
+_PREFIX = "#/components/schemas/"
+
+
+class NamedSchema(dict[str, Any]):
+    """JSON schema that stands once in the document, under its name; wherever it is used stands a reference."""
+
+    def __init__(self, name: str, schema: Json) -> None:
+        super().__init__(schema)
+        self.name = name
+
+
+DETAILS = NamedSchema(
+    "Details",
+    {
+        "type": "object",
+        "additionalProperties": True,
+        "description": "Facts for people and dashboards, whose names may change from release to release",
+    },
+)
+
+
+def with_description(schema: NamedSchema, description: str) -> Json:
+    """Reference to a named schema with a description of this use."""
+    return {"$ref": schema, "description": description}
+
+
+def or_null(schema: Json) -> Json:
+    """Schema that allows null as well."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def open_words(name: str, words: Iterable[tuple[str, str]], meaning: str) -> NamedSchema:
+    """Named schema of a text that is one of `words` today, each with its meaning, and may be another tomorrow."""
+    known = list(words)
+    lines = "".join(f"\n- `{word}`: {text}" for word, text in known)
+    enum = NamedSchema(
+        f"Known{name}",
+        {
+            "type": "string",
+            "enum": [word for word, _ in known],
+            "description": f"Values of {name} in this release:\n{lines}",
+        },
+    )
+    return NamedSchema(
+        name,
+        {
+            "anyOf": [enum, {"type": "string"}],
+            "description": f"{meaning}. The list is open: a later release may send a value that is not among the known "
+            "ones, so a client must accept any text",
+        },
+    )
+
+
+def collected(value: Any, schemas: Json) -> Any:
+    """Copy of a part of the document with references in place of named schemas, which are put into `schemas`.
+
+    Raises ConfigError where two different schemas have one name.
+    """
+    if isinstance(value, NamedSchema):
+        content = {key: collected(each, schemas) for key, each in value.items()}
+        if schemas.setdefault(value.name, content) != content:
+            raise ConfigError(f"two different schemas of the API are called {value.name}")
+        return {"$ref": _PREFIX + value.name}
+    if isinstance(value, dict):
+        if isinstance(target := value.get("$ref"), NamedSchema):
+            rest = {key: collected(each, schemas) for key, each in value.items() if key != "$ref"}
+            return collected(target, schemas) | rest
+        return {key: collected(each, schemas) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [collected(each, schemas) for each in value]
+    return value

@@ -1,0 +1,81 @@
+"""Tables of the page about the HTTP API, from the declarations: `python -m serving.http.reference --write`."""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from serving.answers.reasons import TOLD, LiveReason, Stale, Word
+from serving.config.settings import ServingConfig, limits_of
+from serving.http.json_schema import QUERY
+from serving.http.openapi import PROBES, Operation
+from serving.http.operations import described_operations
+from serving.requests.error_codes import CODES
+
+PAGE: Final = Path(__file__).parents[2] / "docs/reference/http-api.md"
+_SECTION = re.compile(r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n<!-- end \2 -->)", re.DOTALL)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _operations() -> tuple[Operation, ...]:
+    return (*described_operations(limits_of(ServingConfig())), *PROBES)
+
+
+def _words(words: Iterable[Word]) -> str:
+    return _table(("word", "meaning"), ((f"`{word}`", word.meaning) for word in words))
+
+
+def sections() -> Mapping[str, str]:
+    """Return the generated parts of the page, by name."""
+    return {
+        "routes": _table(
+            ("request", "answers", "scope"),
+            (
+                (
+                    f"`{operation.method.upper()} {operation.path}`",
+                    operation.summary,
+                    f"`{operation.scope}`" if operation.scope else "none",
+                )
+                for operation in _operations()
+            ),
+        ),
+        "options": _table(
+            ("option", "meaning"),
+            ((f"`{name}`", schema["description"]) for name, schema in QUERY.items()),
+        ),
+        "reason": _words(TOLD),
+        "live": _words(LiveReason),
+        "stale": _words(Stale),
+        "codes": _table(
+            ("status", "code", "meaning"),
+            (
+                (str(error.status), f"`{code}`", error.meaning)
+                for code, error in sorted(CODES.items(), key=lambda pair: pair[1].status)
+            ),
+        ),
+    }
+
+
+def written(page: str) -> str:
+    """Return the page with its generated parts made anew."""
+    parts = sections()
+    return _SECTION.sub(lambda found: found[1] + parts[found[2]] + found[4], page)
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0 the page is as it should be, or was written; 1 it is not."""
+    page = PAGE.read_text()
+    current = written(page)
+    if arguments == ["--write"]:
+        PAGE.write_text(current)
+        return 0
+    return int(page != current)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

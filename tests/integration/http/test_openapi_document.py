@@ -1,0 +1,195 @@
+"""The OpenAPI document of a running service: schemas with names, examples that run, one answer for each operation."""
+
+from collections.abc import AsyncIterator
+from urllib.parse import quote
+
+import pytest
+
+from cache.config.events import EventsConfig
+from cache.formats import RELEASE
+from precompute.config.settings import NightConfig
+from serving.answers.reasons import TOLD, LiveReason, Stale
+from tests.integration.nights import build_night, histories
+from tests.integration.serving_app import Running, serving
+from tests.openapi_document import Json, operations, parts, problems, resolved
+
+OPEN_WORDS = {
+    "Reason": list(map(str, TOLD)),
+    "LiveReason": list(map(str, LiveReason)),
+    "StaleReason": list(map(str, Stale)),
+}
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("night"), redis_url, users=60, items=40)
+
+
+@pytest.fixture
+async def app(night: NightConfig) -> AsyncIterator[Running]:
+    async with serving(night, events=EventsConfig(enabled=True)) as running:
+        yield running
+
+
+@pytest.fixture
+async def document(app: Running) -> Json:
+    return await app.get("/openapi.json")
+
+
+async def test_the_version_is_that_of_the_package(document: Json) -> None:
+    assert document["info"]["version"] == RELEASE
+
+
+def is_object(part: object) -> bool:
+    """Whether a part of a document is the schema of an object."""
+    type_ = part.get("type") if isinstance(part, dict) else None
+    return isinstance(type_, str | list) and "object" in type_
+
+
+async def test_every_object_has_a_name(document: Json) -> None:
+    objects = {path for path, part in parts(document) if is_object(part)}
+
+    assert {
+        path for path in objects if path[:2] != ("components", "schemas") or len(path) > 3
+    } == set()
+    assert {"Answer", "EntityInput", "Problem", "Event"} <= {path[-1] for path in objects}
+
+
+async def test_every_reference_leads_somewhere_and_every_schema_is_used(document: Json) -> None:
+    references = {
+        part["$ref"] for _, part in parts(document) if isinstance(part, dict) and "$ref" in part
+    }
+
+    schemas = document["components"]["schemas"]
+    assert references == {f"#/components/schemas/{name}" for name in schemas}
+
+
+async def test_every_array_says_what_it_holds(document: Json) -> None:
+    arrays = [
+        path for path, part in parts(document) if isinstance(part, dict) and part.get("type") == "array"
+        and "items" not in part
+    ]  # fmt: skip
+
+    assert arrays == []
+
+
+async def test_an_operation_has_one_answer_in_one_form_with_an_example(document: Json) -> None:
+    for operation in operations(document):
+        status, content = operation.answer
+        if operation.path == "/metrics":
+            assert list(content) == ["text/plain"]
+            continue
+        assert list(content) == ["application/json"], operation.name
+        described = content["application/json"]
+        assert "$ref" in described["schema"], operation.name
+        assert problems(document, described["schema"], described["example"]) == [], operation.name
+        assert status == ("202" if operation.path == "/v1/events" else "200")
+
+
+async def test_an_operation_is_named_described_and_grouped(document: Json) -> None:
+    names = [operation.described["operationId"] for operation in operations(document)]
+    groups = {tag["name"] for tag in document["tags"]}
+
+    assert len(names) == len(set(names))
+    for operation in operations(document):
+        described = operation.described
+        assert described["operationId"].isidentifier() and "_" not in described["operationId"]
+        assert described["summary"] and described["description"]
+        assert set(described["tags"]) <= groups
+
+
+async def test_a_refusal_has_an_error_with_a_code(document: Json) -> None:
+    problem = document["components"]["schemas"]["Problem"]
+
+    assert problem["required"] == ["error"]
+    assert resolved(document, problem["properties"]["error"])["required"] == ["code", "message"]
+    for operation in operations(document):
+        if not operation.path.startswith("/v1/"):
+            continue
+        refusals = {
+            status: response
+            for status, response in operation.described["responses"].items()
+            if not status.startswith("2")
+        }
+        wanted = {"default", "500", "503"}
+        if "requestBody" in operation.described:
+            wanted |= {"400", "408", "413", "415", "422"}
+        assert wanted <= refusals.keys(), operation.name
+        for response in refusals.values():
+            schema = response["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/Problem"}, operation.name
+
+
+@pytest.mark.parametrize("name", OPEN_WORDS)
+async def test_a_list_of_words_is_told_and_open(document: Json, name: str) -> None:
+    schemas = document["components"]["schemas"]
+    known = schemas[f"Known{name}"]
+
+    assert known["enum"] == OPEN_WORDS[name]
+    assert all(f"`{word}`: " in known["description"] for word in OPEN_WORDS[name])
+    for word in (*OPEN_WORDS[name], "a word of a later release"):
+        assert problems(document, schemas[name], word) == []
+    assert problems(document, schemas[name], 1) != []
+
+
+async def test_fields_of_an_answer_refer_to_their_words(document: Json) -> None:
+    fields = document["components"]["schemas"]["Answer"]["properties"]
+
+    for field, name in (("reason", "Reason"), ("live", "LiveReason"), ("stale", "StaleReason")):
+        assert fields[field] == {"$ref": f"#/components/schemas/{name}"}
+
+
+async def test_examples_are_answered_as_they_are_documented(
+    app: Running, document: Json, night: NightConfig
+) -> None:
+    user = min(histories(night))
+    for operation in operations(document):
+        described = operation.described
+        path = operation.path
+        for parameter in described.get("parameters", ()):
+            if parameter["in"] == "path":
+                path = path.replace(
+                    f"{{{parameter['name']}}}", quote(parameter["example"], safe="")
+                )
+        status, content = operation.answer
+        if operation.method == "get":
+            response = await app.http.get(path)
+        else:
+            body = described["requestBody"]["content"]["application/json"]
+            assert problems(document, body["schema"], body["example"]) == [], operation.name
+            response = await app.http.post(path, json=body["example"])
+        assert str(response.status_code) == status, (operation.name, response.text)
+        if "application/json" in content:
+            schema = content["application/json"]["schema"]
+            assert problems(document, schema, response.json()) == [], operation.name
+    stored = await app.get(f"/v1/lookup/user_topk/{quote(user, safe='')}")
+    schema = {"$ref": "#/components/schemas/Answer"}
+    assert stored["source"] == "l2" and problems(document, schema, stored) == []
+
+
+async def test_a_refusal_is_as_it_is_documented(app: Running, document: Json) -> None:
+    schema = {"$ref": "#/components/schemas/Problem"}
+    known = document["components"]["schemas"]["KnownErrorCode"]["enum"]
+    for method, path, body, status in (
+        ("GET", "/v1/lookup/nothing/x", b"", 404),
+        ("GET", "/v1/lookup/user_topk/x?k=0", b"", 422),
+        ("GET", "/v1/lookup/user_topk/x?generation=gone", b"", 409),
+        ("GET", "/v1/nothing", b"", 404),
+        ("DELETE", "/v1/score", b"", 405),
+        ("POST", "/v1/score", b"{", 422),
+        ("POST", "/v1/lookup/user_topk", b"x" * (9 << 20), 413),
+    ):
+        response = await app.http.request(method, path, content=body)
+        assert response.status_code == status, (path, response.text)
+        assert problems(document, schema, response.json()) == []
+        assert response.json()["error"]["code"] in known
+
+
+async def test_arrow_is_told_beside_the_schemas(document: Json) -> None:
+    operation = document["paths"]["/v1/lookup/{table}"]["post"]
+
+    for place in ("requestBody", "response"):
+        told = operation["x-larder-arrow"][place]
+        assert told["mediaType"] == "application/vnd.apache.arrow.stream" and told["description"]
+    assert {"406", "415"} <= operation["responses"].keys()
+    assert list(operation["requestBody"]["content"]) == ["application/json"]
