@@ -290,7 +290,13 @@ _EVENT_FIELDS: Json = {
     "features": FEATURES,
     "vector": list_of({"type": "number"}, minItems=1, maxItems=8_192),
 }
-EVENT = _closed("Event", _EVENT_FIELDS, ("id",))
+_UNSENT_IF_NULL = ("user", "item", "weight", "features", "vector")
+EVENT = _closed(
+    "Event",
+    _EVENT_FIELDS | {name: or_null(_EVENT_FIELDS[name]) for name in _UNSENT_IF_NULL},
+    ("id",),
+    description="Interaction of a user with an item, or attributes, features or a vector of one of them",
+)
 EVENTS_BODY: Json = _closed(
     "EventsRequest",
     {

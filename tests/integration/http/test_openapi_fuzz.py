@@ -30,6 +30,7 @@ COUNTED = partial(
     settings, deadline=None, database=None, phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
+EVENTS = "POST /v1/events"
 NOT_SAID = [positive_data_acceptance]
 """To JSON Schema 1.0 is an integer, an id has characters, not bytes, and no table says how many items it holds."""
 
@@ -109,9 +110,13 @@ def fuzz(api: Any, label: str, mode: GenerationMode, examples: int) -> None:
         wrong = {place for place, how in case.meta.components.items() if how.mode.is_negative}
         # Whatever a path holds is a text by the time it is sent, and each text is an id.
         only_path = wrong == {ParameterLocation.PATH}
-        case.call_and_validate(
-            timeout=30, excluded_checks=NOT_SAID + only_path * [negative_data_rejection]
+        # What is no event is rejected beside the others.
+        is_beside = label == EVENTS and bool(wrong)
+        response = case.call_and_validate(
+            timeout=30,
+            excluded_checks=NOT_SAID + (only_path or is_beside) * [negative_data_rejection],
         )
+        assert not is_beside or response.status_code != 202 or response.json()["rejected"]
 
     conforms()
 
