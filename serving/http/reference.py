@@ -1,5 +1,9 @@
-"""Tables of the page about the HTTP API, from the declarations: `python -m serving.http.reference --write`."""
+"""Tables of the page about the HTTP API, from the declarations: `python -m serving.http.reference --write`.
 
+With `--document` it prints the OpenAPI document of a service with default settings and tokens.
+"""
+
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -9,7 +13,7 @@ from typing import Final
 from serving.answers.reasons import TOLD, LiveReason, Stale, Word
 from serving.config.settings import ServingConfig, limits_of
 from serving.http.json_schema import QUERY
-from serving.http.openapi import PROBES, Operation
+from serving.http.openapi import PROBES, Operation, document
 from serving.http.operations import described_operations
 from serving.requests.error_codes import CODES
 
@@ -69,6 +73,10 @@ def written(page: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 the page is as it should be, or was written; 1 it is not."""
+    if arguments == ["--document"]:
+        limits = limits_of(ServingConfig())
+        print(json.dumps(document(described_operations(limits), has_tokens=True), indent=1))
+        return 0
     page = PAGE.read_text()
     current = written(page)
     if arguments == ["--write"]:

@@ -1,0 +1,70 @@
+"""The page about the HTTP API, and the codes of refusals that it lists."""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from cache.errors import LarderError
+from serving.access.scopes import SCOPES
+from serving.http.json_schema import OPTIONS, QUERY
+from serving.http.reference import PAGE, sections, written
+from serving.requests.error_codes import CODES
+from serving.requests.options import _QUERY_FIELDS
+from tests.unit.test_rooms import ROOT
+
+FOUND_ELSEWHERE = {"unknown_table", "in_future", "too_large", "erased", "unfit_item", "fixed_items"}
+"""Words that also say why one event of many was rejected."""
+
+
+def raised() -> Iterator[tuple[str, str, int]]:
+    """Yield each code that a refusal is made with, its file and its status."""
+    for file in sorted((ROOT / "serving").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            words = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            if node.func.id == "Problem" and len(words) > 1 and isinstance(words[0], int):
+                yield str(words[1]), file.name, words[0]
+            elif node.func.id == "unprocessable" and isinstance(node.args[0], ast.Constant):
+                yield str(words[0]), file.name, 422
+
+
+def test_the_page_is_made_of_the_declarations() -> None:
+    page = PAGE.read_text()
+
+    assert written(page) == page, "python -m serving.http.reference --write"
+    assert all(f"<!-- begin {name}: " in page for name in sections())
+
+
+def test_the_page_has_every_route_and_its_scope() -> None:
+    routes = sections()["routes"]
+
+    for path in ("/v1/feedback", "/v1/score", "/v1/events", "/v1/lookup/{table}/{entity}"):
+        assert path in routes
+    assert all(f"`{scope}`" in routes for scope in SCOPES)
+
+
+def test_every_option_of_a_url_is_told() -> None:
+    assert set(QUERY) == _QUERY_FIELDS == set(OPTIONS) - {"exclude"}
+
+
+@pytest.mark.parametrize(("code", "file", "status"), sorted(set(raised())))
+def test_every_refusal_has_its_code_on_the_page(code: str, file: str, status: int) -> None:
+    if file == "reading.py" and code in FOUND_ELSEWHERE:
+        return  # of one event, which is rejected beside the others
+    assert code in CODES, file
+    assert CODES[code].status == status
+
+
+def test_codes_of_errors_are_those_of_their_classes() -> None:
+    def classes(base: type[LarderError]) -> Iterator[type[LarderError]]:
+        for each in base.__subclasses__():
+            yield each
+            yield from classes(each)
+
+    import serving.ranking.filters  # noqa: F401  defines what a request's filter may raise
+    from cache.errors import InvalidInput
+
+    inputs = {each.code for each in (InvalidInput, *classes(InvalidInput))}
+    assert inputs - {"unfit_item", "fixed_items"} <= set(CODES)
