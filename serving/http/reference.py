@@ -18,20 +18,20 @@ from serving.http.operations import described_operations
 from serving.requests.error_codes import CODES
 
 PAGE: Final = Path(__file__).parents[2] / "docs/reference/http-api.md"
-_SECTION = re.compile(r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n<!-- end \2 -->)", re.DOTALL)
+_SECTION = re.compile(r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def _operations() -> tuple[Operation, ...]:
     return (*described_operations(limits_of(ServingConfig())), *PROBES)
 
 
-def _words(words: Iterable[Word]) -> str:
-    return _table(("word", "meaning"), ((f"`{word}`", word.meaning) for word in words))
+def _words(field: str, words: Iterable[Word]) -> str:
+    return _table((f"`{field}`", "says"), ((f"`{word}`", word.meaning) for word in words))
 
 
 def sections() -> Mapping[str, str]:
@@ -52,9 +52,9 @@ def sections() -> Mapping[str, str]:
             ("option", "meaning"),
             ((f"`{name}`", schema["description"]) for name, schema in QUERY.items()),
         ),
-        "reason": _words(TOLD),
-        "live": _words(LiveReason),
-        "stale": _words(Stale),
+        "reason": _words("reason", TOLD),
+        "live": _words("live", LiveReason),
+        "stale": _words("stale", Stale),
         "codes": _table(
             ("status", "code", "meaning"),
             (
