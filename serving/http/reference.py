@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from serving.answers.reasons import TOLD, LiveReason, Stale, Word
+from serving.answers.reasons import TOLD, LiveReason, Stale
 from serving.config.settings import ServingConfig, limits_of
 from serving.http.json_schema import QUERY
 from serving.http.openapi import PROBES, Operation, document
@@ -30,8 +30,8 @@ def _operations() -> tuple[Operation, ...]:
     return (*described_operations(limits_of(ServingConfig())), *PROBES)
 
 
-def _words(field: str, words: Iterable[Word]) -> str:
-    return _table((f"`{field}`", "says"), ((f"`{word}`", word.meaning) for word in words))
+def _words(field: str, words: Iterable[tuple[str, str]]) -> str:
+    return _table((f"`{field}`", "says"), ((f"`{word}`", meaning) for word, meaning in words))
 
 
 def sections() -> Mapping[str, str]:
@@ -52,9 +52,9 @@ def sections() -> Mapping[str, str]:
             ("option", "meaning"),
             ((f"`{name}`", schema["description"]) for name, schema in QUERY.items()),
         ),
-        "reason": _words("reason", TOLD),
-        "live": _words("live", LiveReason),
-        "stale": _words("stale", Stale),
+        "reason": _words("reason", ((word, word.meaning) for word in TOLD)),
+        "live": _words("live", ((word, word.meaning) for word in LiveReason)),
+        "stale": _words("stale", ((word, word.meaning) for word in Stale)),
         "codes": _table(
             ("status", "code", "meaning"),
             (
