@@ -55,7 +55,7 @@ _RETRY_AFTER: Json = {
         "schema": {"type": "integer", "minimum": 1},
     }
 }
-_REFUSED = "Any other refusal, by HTTP itself: such as 405, 431 or 501"
+_REFUSED = "Any other refusal. What is no valid HTTP, or beyond its bounds (400, 408, 431, 501, 505), gets a plain text"
 _UNANSWERABLE = "The request cannot be answered as sent: `error.code` says why, `error.field` where"
 
 _TOKEN_CODES = ("unauthorized", "token_expired", "scope_missing", "quota_exceeded")

@@ -13,7 +13,6 @@ class ErrorCode(NamedTuple):
 
 CODES: Final[Mapping[str, ErrorCode]] = {
     "disconnected": ErrorCode(400, "The body ended early"),
-    "bad_request": ErrorCode(400, "The request is not HTTP/1.1 as this service reads it"),
     "unauthorized": ErrorCode(401, "No token was sent, or nobody's"),
     "token_expired": ErrorCode(401, "The token's time is over: ask for a new one"),
     "scope_missing": ErrorCode(
@@ -69,9 +68,10 @@ CODES: Final[Mapping[str, ErrorCode]] = {
     "internal_error": ErrorCode(500, "A defect of the service, which has logged it"),
     "not_ready": ErrorCode(503, "No generation is loaded yet: come again after `Retry-After`"),
     "overloaded": ErrorCode(503, "Too much is under way: come again after `Retry-After`"),
+    "l2_unavailable": ErrorCode(503, "Redis does not answer: come again after `Retry-After`"),
     "events_unavailable": ErrorCode(
         503,
         "The Redis of events cannot be reached, or keeps less than `[events] durability` demands",
     ),
 }
-"""Every code, by status; a refusal of HTTP itself may have others, whose status says enough."""
+"""Every code; what is no valid HTTP is refused before it reaches a route, with a plain text."""

@@ -24,11 +24,12 @@ def raised() -> Iterator[tuple[str, str, int]]:
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
-            words = [each.value for each in node.args if isinstance(each, ast.Constant)]
-            if node.func.id == "Problem" and len(words) > 1 and isinstance(words[0], int):
-                yield str(words[1]), file.name, words[0]
-            elif node.func.id == "unprocessable" and isinstance(node.args[0], ast.Constant):
-                yield str(words[0]), file.name, 422
+            values = [each.value if isinstance(each, ast.Constant) else None for each in node.args]
+            if node.func.id == "Problem" and isinstance(values[0], int):
+                if isinstance(values[1], str):
+                    yield values[1], file.name, values[0]
+            elif node.func.id == "unprocessable" and isinstance(values[0], str):
+                yield values[0], file.name, 422
 
 
 def test_the_page_is_made_of_the_declarations() -> None:
