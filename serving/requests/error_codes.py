@@ -35,6 +35,9 @@ CODES: Final[Mapping[str, ErrorCode]] = {
     "unsupported_media_type": ErrorCode(
         415, "No such form of a body; `supported` lists those there are"
     ),
+    "unsupported_content_encoding": ErrorCode(
+        415, "The body is in a content coding: send it as it is"
+    ),
     "invalid_json": ErrorCode(422, "The body is no JSON"),
     "invalid_arrow": ErrorCode(422, "The body is no Arrow IPC stream"),
     "unsupported_arrow": ErrorCode(422, "The stream has what this service does not read"),
