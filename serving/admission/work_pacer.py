@@ -24,6 +24,8 @@ IS_GONE: Final = "larder.is_gone"
 _WAITED: Final = "larder.waited_s"
 _SOCKETS_FIRST_S = 0.05
 """Seconds for which new work waits at most while the loop finds something to do at its sockets."""
+_BACKLOG_S = 0.05
+"""Seconds of waiting from which on a client that has closed its side counts as gone."""
 _GONE_S = 1.0
 """Seconds after a client has gone for which more of its kind are expected."""
 _QUIET_S = 50e-6
@@ -78,8 +80,11 @@ class WorkPacer:
 
     @property
     def is_backlogged(self) -> bool:
-        """True if requests wait for their work to begin, or clients left while theirs waited a moment ago."""
-        return bool(self._next) or self._timer() < self._gone_until
+        """True if requests have waited long for their work to begin, or clients left while theirs did a moment ago.
+
+        A peer that has closed its side may only be done with sending: without such a queue its answer costs nothing.
+        """
+        return self.waited_s() >= _BACKLOG_S or self._timer() < self._gone_until
 
     def note_gone(self) -> None:
         """Note that a client has gone while work waited: others that have gone are looked for as they are accepted."""
@@ -99,7 +104,8 @@ class WorkPacer:
         try:
             await self._wait(self._first if is_short else self._next, now, is_gone)
         except CallerGone:
-            self.note_gone()
+            if self._timer() - now >= _BACKLOG_S:
+                self.note_gone()
             raise
         return self._timer() - now
 

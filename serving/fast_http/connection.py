@@ -95,7 +95,7 @@ class LookupConnection(Connection):
             self._later += data
             if len(self._later) > BEHIND:
                 self.flow.pause_reading()
-        elif self._open or not self._is_taken(data):
+        elif self._open or self._unread or not self._is_taken(data):
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -3,10 +3,8 @@
 from typing import Literal, NamedTuple
 
 from cache.config.peers import Bounds
-from serving.http.http1_protocol import Violation
+from serving.http.http1_protocol import PIECE, Violation
 
-PIECE = 16 << 10
-"""Bytes that are parsed at once: what a parser keeps to itself, and what it tells at once, is bounded by that."""
 BEHIND = 64 << 10
 """Bytes of requests that may wait behind one that is not answered."""
 

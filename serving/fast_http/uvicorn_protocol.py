@@ -14,8 +14,8 @@ from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from serving.fast_http.connections import Connections
-from serving.fast_http.inbound import PIECE, Excess, Inbound, Stage
-from serving.http.http1_protocol import Http1Protocol, Violation
+from serving.fast_http.inbound import Excess, Inbound, Stage
+from serving.http.http1_protocol import PIECE, Http1Protocol, Violation
 
 _AT_ONCE = struct.pack("ii", 1, 0)
 _ENDING_MAX = 128
@@ -63,14 +63,16 @@ class Connection(Http1Protocol):
             self.cycle = None  # type: ignore[assignment]  # the newest of them
 
     def data_received(self, data: bytes) -> None:
-        """Parses by the piece, so that what is too much is seen before all of it is taken apart."""
-        if not self.is_deaf and (status := self._inbound.excess(data)):
+        """Refuses what is seen to be too much before any of it is read."""
+        if not (self.is_deaf or self._unread) and (status := self._inbound.excess(data)):
             self.refuse(Excess(status))
-        for at in range(0, len(data), PIECE):
-            piece = data if len(data) <= PIECE else data[at : at + PIECE]
-            super().data_received(piece)
-            if not self.is_deaf and not self._inbound.fed(len(piece)):
-                self.refuse(Excess(431))
+        super().data_received(data)
+
+    def read_piece(self, data: bytes) -> None:
+        """Reads a piece, then looks whether more has come of a head than it may have."""
+        super().read_piece(data)
+        if not self.is_deaf and not self._inbound.fed(len(data)):
+            self.refuse(Excess(431))
 
     def on_message_begin(self) -> None:
         """Counts a new request, bounded by the pipeline's length, then begins it as uvicorn does."""

@@ -16,6 +16,7 @@ from cache.config.peers import Bounds
 from serving.access.callers import Callers
 from serving.fast_http.connection import LookupConnection, Shared
 from serving.fast_http.header_cache import plain, without_length
+from serving.http import http1_protocol
 from serving.http.asgi_app import ADMITTED
 from serving.http.http1_protocol import Http1Protocol
 from serving.tracing.request_context import CALLER
@@ -501,7 +502,11 @@ def test_a_caller_that_left_is_not_answered(target: bytes) -> None:
 
 
 @pytest.mark.parametrize("target", [b"/v1/lookup/t/a", *WITH_OTHERS])
-def test_what_waits_behind_a_lookup_is_bounded(target: bytes) -> None:
+def test_what_waits_behind_a_lookup_is_bounded(
+    target: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http1_protocol, "TURN_S", 60.0)
+
     async def run() -> list[bool]:
         connection = await under_way(target)
         found = []

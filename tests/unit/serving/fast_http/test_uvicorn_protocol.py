@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from cache.config.peers import Bounds
-from serving.fast_http.inbound import BEHIND, PIECE
+from serving.fast_http.inbound import BEHIND
+from serving.http.http1_protocol import PIECE
 from tests.unit.serving.fast_http.test_connection import KEPT, Connection, Front, Transport, get
 
 BOUNDS = Bounds(head_bytes=2_000, head_fields=10, connections_max=4, connections_new_max=3)

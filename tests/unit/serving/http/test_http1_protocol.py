@@ -203,3 +203,66 @@ def test_a_request_that_is_cut_off_is_told_so(opened: Callable[[], Connection]) 
             connection.protocol.connection_lost(None)
 
     run(test)
+
+
+def in_tiny_chunks(size: int) -> bytes:
+    """A request whose body of `size` bytes comes in chunks of one byte."""
+    head = b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + b"1\r\nx\r\n" * size + b"0\r\n\r\n"
+
+
+def test_a_body_in_tiny_chunks_is_read_in_turns(
+    opened: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http1_protocol, "TURN_S", 0.0)
+    size = 40_000
+
+    async def test() -> None:
+        slow, quick = opened(), opened()
+        slow.protocol.data_received(in_tiny_chunks(size))
+        assert 0 < len(slow.protocol.cycle.body) < size / 4
+
+        quick.protocol.data_received(get(b"/other"))
+        await turns(4)
+        assert statuses(quick) == [b"200"]
+        assert statuses(slow) == []
+
+        await turns(200)
+        assert statuses(slow) == [b"200"]
+
+    run(test)
+
+
+def test_requests_behind_a_body_that_waits_for_its_turn_are_answered_in_order(
+    opened: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http1_protocol, "TURN_S", 0.0)
+
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.data_received(in_tiny_chunks(20_000))
+        connection.protocol.data_received(get(b"/ready"))
+        connection.protocol.eof_received()
+        assert statuses(connection) == []
+
+        await turns(200)
+
+        assert statuses(connection) == [b"200", b"200"]
+        assert transport(connection).is_closed
+
+    run(test)
+
+
+def test_a_connection_that_is_lost_while_its_bytes_wait_is_forgotten(
+    opened: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http1_protocol, "TURN_S", 0.0)
+
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.data_received(in_tiny_chunks(20_000))
+        connection.protocol.connection_lost(None)
+        await turns(50)
+        assert statuses(connection) == []
+
+    run(test)
