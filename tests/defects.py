@@ -117,7 +117,7 @@ def _a_roll_back_may_be_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def _old_pages_come_back(patch: pytest.MonkeyPatch) -> None:
     for owner in (sweep, restore):
-        patch.setattr(owner, "unlink_recorded", lambda *_arguments: 0)
+        patch.setattr(owner, "unlink_recorded", lambda *_arguments, **_options: 0)
 
 
 def _just_left_is_long_ago(patch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,9 @@ def test_a_command_of_the_runbook_exists(command: str) -> None:
             parser_of_service().parse_args(words[3:])
         case ["curl", "-s", address]:
             path = address.removeprefix("$LARDER")
-            assert path in (INFRA.parent / "serving/http/routes.py").read_text() and path
+            files = ("routes.py", "operations.py")
+            routes = "".join((INFRA.parent / "serving/http" / name).read_text() for name in files)
+            assert path in routes and path
         case ["airflow", "dags", _]:
             assert (INFRA.parent / f"dags/{words[3]}.py").is_file()
         case _:
