@@ -83,9 +83,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         check_token(config.token)
         check_files(config)
         if not config.redis_url and running_server(Path(config.state)) is not None:
-            log.info(
-                "uses the Redis that another command runs here, and loses it when that one ends"
-            )
+            log.info("uses the Redis that another command started here; the last of them ends it")
         with (
             never_swallowed(),
             _listening(config) as listener,

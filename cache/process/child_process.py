@@ -1,19 +1,24 @@
 """A child process that never outlives its parent, however the parent ends."""
 
+import fcntl
 import os
 import signal
 import subprocess
+import termios
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Self
 
-# The shell holds the reading end of a pipe whose only writing end is ours. The kernel closes it
-# when we die, kill -9 included, and `read` returns. What is ended is the whole session, not only
-# the group: Airflow puts each task into a group of its own. A handler, unlike an ignored signal,
-# is not inherited, so only the shells survive the TERM that they send.
+# The shell holds the reading end of a pipe. The kernel closes a writing end when its process dies,
+# kill -9 included, and `read` fails once the last one is closed; a line that somebody writes only
+# shows that the shell still reads. What is ended is the whole session, not only the group: Airflow
+# puts each task into a group of its own. A handler, unlike an ignored signal, is not inherited, so
+# only the shells survive the TERM that they send.
 _GUARD = """
 exec 3<&0 </dev/null
 grace=$1; shift
@@ -21,7 +26,7 @@ grace=$1; shift
 child=$!
 (
   trap : TERM
-  read -r _ <&3
+  while read -r _ <&3; do :; done
   kill -TERM 0
   while [ "$grace" -gt 0 ] && kill -0 "$child" 2>/dev/null; do sleep 0.1; grace=$((grace - 1)); done
   kill -KILL "$child" 2>/dev/null
@@ -42,24 +47,118 @@ fi
 exit "$status"
 """
 
-_started: "weakref.WeakSet[Guarded]" = weakref.WeakSet()
+_open_ends: "weakref.WeakSet[WritingEnd]" = weakref.WeakSet()
 
 
 @cache
-def _let_go_in_children() -> None:
-    """Make forked children drop the pipes: one of them alive must not keep a dead parent's server."""
+def _close_ends_in_children() -> None:
+    """Make forked children close the pipes: one of them alive must not keep a dead parent's server."""
 
-    def let_go() -> None:
-        for process in list(_started):
-            process.cut()
+    def close_all() -> None:
+        for end in list(_open_ends):
+            end.close()
 
-    os.register_at_fork(after_in_child=let_go)
+    os.register_at_fork(after_in_child=close_all)
+
+
+class WritingEnd:
+    """A writing end of a guard's pipe: the command runs for as long as one is open."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Own `descriptor` from now on."""
+        self._descriptor = descriptor
+        _close_ends_in_children()
+        _open_ends.add(self)
+
+    def close(self) -> None:
+        """Close it; the second time nothing happens."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class NamedPipe:
+    """A pipe with a name, by which other processes keep a guarded command alive.
+
+    Who opens it and who looks at it must exclude one another, by a lock of their own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Name the pipe; nothing is made yet."""
+        self.path = path
+
+    def create(self) -> bool:
+        """Make a new pipe under this name; False where the file system has none."""
+        self.path.unlink(missing_ok=True)
+        try:
+            os.mkfifo(self.path, 0o600)
+        except OSError:
+            return False
+        return True
+
+    def ends(self) -> tuple[int, int]:
+        """Open a reading and a writing end."""
+        # Opened the plain way, each end would wait for the other one.
+        reading = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            writing = os.open(self.path, os.O_WRONLY)
+        except BaseException:
+            os.close(reading)
+            raise
+        os.set_blocking(reading, True)
+        return reading, writing
+
+    def join(self, is_running: Callable[[], bool], *, limit_s: float) -> WritingEnd | None:
+        """Open one more writing end; None if the guard has seen the last one closed, or is gone.
+
+        A guard that has seen that ends the command, however many ends are opened then. So a line is written, and only
+        a guard that still waits for the end reads it.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
+        end = WritingEnd(descriptor)
+        give_up = time.monotonic() + limit_s
+        try:
+            os.write(descriptor, b"\n")
+            while _unread_bytes(descriptor) and is_running() and time.monotonic() < give_up:
+                time.sleep(0.005)
+            if not _unread_bytes(descriptor):
+                return end
+        except BrokenPipeError:
+            pass
+        except BaseException:
+            end.close()
+            raise
+        end.close()
+        return None
+
+    def is_held(self) -> bool:
+        """Whether a writing end is open anywhere."""
+        try:
+            reading = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            return os.read(reading, 1) != b""
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(reading)
+
+
+def _unread_bytes(descriptor: int) -> int:
+    unread = array("i", [0])
+    fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+    return unread[0]
 
 
 class Guarded:
     """A command in a session of its own, ended with all of it when this process ends.
 
-    Ctrl-C in the terminal does not reach it: whoever owns it says when it stops.
+    Ctrl-C in the terminal does not reach it: whoever owns it says when it stops. With a named pipe it goes on until
+    the last process that has joined the pipe ends.
     """
 
     def __init__(
@@ -70,6 +169,7 @@ class Guarded:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         grace_s: float = 10.0,
+        pipe: NamedPipe | None = None,
     ) -> None:
         """Start `command` with its output appended to `log`; TERM first, KILL after `grace_s`."""
         self.command = tuple(str(part) for part in command)
@@ -77,9 +177,8 @@ class Guarded:
         self._grace_s = grace_s
         log.parent.mkdir(parents=True, exist_ok=True)
         self._owner = os.getpid()
-        _let_go_in_children()
-        reading, self._pipe = os.pipe()
-        _started.add(self)
+        reading, writing = os.pipe() if pipe is None else pipe.ends()
+        self._end = WritingEnd(writing)
         try:
             with log.open("ab") as output:
                 self._guard = subprocess.Popen(
@@ -119,10 +218,8 @@ class Guarded:
         return ""
 
     def cut(self) -> None:
-        """Close our end of the pipe; the guard then ends its session by itself."""
-        pipe, self._pipe = self._pipe, -1
-        if pipe >= 0:
-            os.close(pipe)
+        """Close our end of the pipe; once nobody else holds one, the guard ends its session by itself."""
+        self._end.close()
 
     def stop(self) -> None:
         """End the command and its whole session, and wait for it; only where it was started."""

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.errors import ConfigError
-from cache.process.child_process import Guarded
+from cache.process.child_process import Guarded, NamedPipe, WritingEnd
 from cache.process.extras import install_command
 from cache.resp.parsers import BOUNDED
 
@@ -35,6 +35,7 @@ SETTINGS: Mapping[str, str] = {
     "daemonize": "no",
 }
 _START_MAX_S = 15.0
+_STOP_MAX_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +79,110 @@ def redis_url(state: Path, configured: str | None) -> Iterator[str]:
 
 @contextmanager
 def server(state: Path, *, binary: Path | None = None, password: str = "") -> Iterator[RedisServer]:
-    """Join the server that runs for this state folder, else run one until the block ends, with this password."""
+    """Join the server that runs for this state folder, else start one with this password.
+
+    It runs until the last command that uses it has ended, by whatever death; that one waits until it is gone.
+    """
     state.mkdir(parents=True, exist_ok=True)
-    process: Guarded | None = None
     # Two commands started together must not start two servers.
-    with (state / "redis.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        running = running_server(state)
-        if running is None:
+    with _locked(state):
+        membership = _join(state)
+        if membership is None:
             process, running = _start(binary or find_server(), state, password)
             _announce(state, running)
+            membership = _Membership(running, process, process)
     try:
-        yield running
+        yield membership.server
     finally:
-        if process is not None:
-            try:
-                if _read(state) == running:
-                    (state / "redis.json").unlink(missing_ok=True)
-            finally:
-                process.stop()
+        membership.leave(state)
+
+
+@contextmanager
+def joined_server(state: Path) -> Iterator[RedisServer | None]:
+    """Join the server that runs for this state folder, if any; starts none."""
+    membership = None
+    if running_server(state) is not None:
+        with _locked(state):
+            membership = _join(state)
+    try:
+        yield None if membership is None else membership.server
+    finally:
+        if membership is not None:
+            membership.leave(state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Membership:
+    """The part of one command in a server that others may use as well."""
+
+    server: RedisServer
+    end: WritingEnd | Guarded | None
+    """What keeps the server alive; None if it has no pipe to hold: it ends with who started it."""
+    process: Guarded | None = None
+    """The server, where this command started it."""
+    owner: int = field(default_factory=os.getpid)
+
+    def leave(self, state: Path) -> None:
+        """Let the server go; the last one waits until it is gone."""
+        if os.getpid() != self.owner:
+            return  # a forked child: the parent uses the server
+        if _read(state) != self.server:
+            self._close()  # the folder was emptied, and may have another server
+            return
+        with _locked(state):
+            self._close()
+            pipe = _pipe(state)
+            if self.end is None or pipe.is_held():
+                return
+            for path in (state / "redis.json", pipe.path):
+                path.unlink(missing_ok=True)
+            if self.process is not None:
+                self.process.stop()
+            else:
+                _wait_until_gone(self.server.pid)
+
+    def _close(self) -> None:
+        if isinstance(self.end, Guarded):
+            self.end.cut()
+        elif self.end is not None:
+            self.end.close()
+
+
+@contextmanager
+def _locked(state: Path) -> Iterator[None]:
+    with (state / "redis.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _pipe(state: Path) -> NamedPipe:
+    return NamedPipe(state / "redis.pipe")
+
+
+def _join(state: Path) -> _Membership | None:
+    """Keep the server of this folder alive from now on; None if there is none, or it is about to end."""
+    running = running_server(state)
+    if running is None:
+        return None
+    end = _pipe(state).join(lambda: _is_alive(running.pid), limit_s=_STOP_MAX_S)
+    if end is None and running_server(state) != running:
+        return None
+    # Without an end it runs by itself: its guard was killed, or the file system has no named pipes.
+    return _Membership(running, end)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _wait_until_gone(pid: int) -> None:
+    give_up = time.monotonic() + _STOP_MAX_S
+    while _is_alive(pid) and time.monotonic() < give_up:
+        time.sleep(0.02)
 
 
 def running_server(state: Path) -> RedisServer | None:
@@ -144,7 +230,12 @@ def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, RedisServ
         url = f"redis://{password and f':{password}@'}127.0.0.1:{port}/0"
         # Not among the arguments, which everybody on this machine may read.
         settings = _write_for_us(state / "redis.conf", password and f"requirepass {password}\n")
-        process = Guarded(_command(binary, settings, port), log=state / "redis.log")
+        pipe = _pipe(state)
+        process = Guarded(
+            _command(binary, settings, port),
+            log=state / "redis.log",
+            pipe=pipe if pipe.create() else None,
+        )
         try:
             if (pid := _wait_for(process, url)) is not None:
                 return process, RedisServer(url, pid)

@@ -39,7 +39,8 @@ def main(words: Sequence[str], *, prog: str) -> int:
                 f"Commands with the same settings use it (its password is in {state / 'redis.json'}). It keeps"
             )
             print(
-                "nothing: `larder restore` fills the next one from the store. Ctrl-C ends it.",
+                "nothing: `larder restore` fills the next one from the store. Ctrl-C ends it, once no other command "
+                "uses it.",
                 flush=True,
             )
             while _runs(running.pid):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from cache.process.redis_server import redis_url, running_server
+from cache.process.redis_server import joined_server, redis_url, running_server
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.control.states import ALLOWED, State
@@ -27,8 +27,8 @@ def redis_for(
     if config.redis_url or need == "none":
         yield config
     elif need == "if running":
-        found = running_server(state)
-        yield replace(config, redis_url=found.url if found else None)
+        with joined_server(state) as running:
+            yield replace(config, redis_url=running.url if running else None)
     else:
         is_new = running_server(state) is None
         with redis_url(state, None) as url:

