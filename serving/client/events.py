@@ -75,12 +75,18 @@ class EventsCall(NamedTuple):
 
 
 def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
-    """Requests with all events in their order, each of at most `max_batch` events and `BODY_BYTES`."""
+    """Requests with all events in their order, each of at most `max_batch` events and `BODY_BYTES`.
+
+    Raises TypeError, with its place, for an event that JSON cannot hold: nothing is sent.
+    """
     found: list[EventsCall] = []
     bodies: list[bytes] = []
     size_bytes = 0
     for place, event in enumerate(events):
-        body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
+        try:
+            body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
+        except orjson.JSONEncodeError as error:
+            raise TypeError(f"events[{place}] cannot be written as JSON: {error}") from error
         if bodies and (len(bodies) == max_batch or size_bytes + len(body) > BODY_BYTES):
             found.append(_call(place, bodies))
             bodies, size_bytes = [], 0

@@ -19,6 +19,7 @@ from cache.format.ids import canonical_id
 from cache.format.iso_times import iso_time
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
+from serving.events.body import UnreadableEvent
 from serving.requests.errors import Problem, from_input, unprocessable
 from serving.requests.fields import check_length, read_features, read_id, read_object
 
@@ -117,6 +118,9 @@ class EventReader:
 
     def _checked(self, sent: object, field: str, now_us: int, blocklist: Blocklist) -> PackedEvent:
         """The event packed; raises Problem for one of who was erased or blocked, and for one that is too large."""
+        if isinstance(sent, UnreadableEvent):
+            what = f"{field} is not JSON (which has no NaN, Infinity or half of a pair of surrogates): {sent.why}"
+            raise unprocessable("invalid_json", what, field)
         # First: nothing is kept of it, whatever else is wrong with it.
         if isinstance(sent, dict):
             _refuse_erased(sent.get("user"), blocklist)

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from cache.format.redis_keys import Keyspace
+from serving.events.body import UnreadableEvent
 from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
 from serving.events.counts import ERASED, EventCounts
 
@@ -71,6 +72,8 @@ class Rejections:
 
 
 def _shown(event: Any) -> bytes:
+    if isinstance(event, UnreadableEvent):
+        return b""
     if isinstance(event, dict) and all(isinstance(each, bytes) for each in event):
         event = {
             name.decode(errors="replace"): each.decode(errors="replace")

@@ -1,5 +1,6 @@
 """The HTTP surface: reads a request, asks the ladder, sends prebuilt JSON."""
 
+import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -11,6 +12,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from serving.access.callers import spend
 from serving.answers.named_schema import Json
 from serving.dashboard.static_files import StaticPage, page_routes
+from serving.events.body import read_body_of_events
 from serving.generations.snapshot import Snapshot
 from serving.http.endpoint import Guard, Handler
 from serving.http.generations_view import overview
@@ -96,7 +98,7 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         if intake is None:
             what = "this service takes no events in: set enabled = true in [events]"
             raise Problem(409, "events_disabled", what)
-        sent = intake.reader.listed(await _json(service, request))
+        sent = intake.reader.listed(await _events(service, request, intake.reader.config.batch))
         spend(request.scope, len(sent))
         return as_json(202, await intake.take(sent))
 
@@ -206,6 +208,15 @@ async def _asked(service: Service, request: Request, form: Form, table: str | No
 async def _json(service: Service, request: Request) -> object:
     body, limits = await _body(service, request), service.limits
     return await beside(body, functools.partial(take, request.scope, body, "json", limits))
+
+
+async def _events(service: Service, request: Request, most: int) -> object:
+    body, limits = await _body(service, request), service.limits
+    read = functools.partial(take, request.scope, body, "json", limits)
+    try:
+        return await beside(body, read)
+    except Problem as problem:
+        return await asyncio.to_thread(read_body_of_events, problem, body, most)
 
 
 async def _body(service: Service, request: Request) -> bytes:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 import redis
 
@@ -75,6 +76,73 @@ async def test_events_are_accepted_told_and_counted(
     assert (await app.counted("larder_events_stream_bytes"))[()] > 0
     assert (await app.counted("larder_events_inbox_length")) == {(): 0.0}
     assert (await app.counted("larder_events_accept_seconds_count"))["http",] == 1
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        rb'{"id":"odd","user":"u","item":"\ud83d"}',
+        rb'{"id":"odd","user":"u","item":"\udc00\""}',
+        b'{"id":"odd","user":"u","item":"\xff, ]"}',
+        b'{"id":"odd","user":"u","item":"a\nb"}',
+        b'{"id":"odd","user":"u","item":"i","weight":NaN}',
+        b'{"id":"odd","user":"u","item":"i","weight":1e999}',
+        b'{"id":"odd","item":"i","attributes":{"a":[1,]}}',
+        b"undefined",
+    ],
+    ids=[
+        "half a pair",
+        "lone low half",
+        "no UTF-8",
+        "a raw break",
+        "NaN",
+        "1e999",
+        "a comma too many",
+        "no value",
+    ],
+)
+async def test_an_event_that_is_no_json_is_rejected_alone(
+    app: Running, night: NightConfig, client: Any, odd: bytes
+) -> None:
+    """Sent again, a batch that was refused for one of its events would be refused for ever."""
+    events = [*[orjson.dumps(event(number)) for number in (1, 2)], odd, orjson.dumps(event(3))]
+    body = b' {"events" : [' + b", ".join(events) + b"]}\n"
+
+    response = await app.http.post("/v1/events", content=body)
+
+    assert response.status_code == 202
+    told = response.json()
+    assert told["accepted"] == 3
+    assert [(each["index"], each["reason"]) for each in told["rejected"]] == [(2, "invalid_json")]
+    assert told["rejected"][0]["detail"].startswith("events[2] is not JSON")
+    accepted = [each["id"] for each in stream_of(client, Keyspace(night.namespace))]
+    assert accepted == ["e-1", "e-2", "e-3"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"events":[{"id":"1","user":"u","item":"i"},',
+        b'{"events":[{"id":"1","user":"u","item":"i}]}',
+        b'{"events":[{"id":"1","user":"u","item":"i"},]}',
+        b'{"events":[NaN],"more":1}',
+        b'{"events":[' + b'"' + rb"\"" * 100_000,
+    ],
+    ids=[
+        "cut off",
+        "an open text",
+        "nothing behind a comma",
+        "another field",
+        "an open text of escapes",
+    ],
+)
+async def test_a_body_whose_events_cannot_be_told_apart_is_refused(
+    app: Running, client: Any, body: bytes
+) -> None:
+    response = await app.http.post("/v1/events", content=body)
+
+    assert response.status_code == 422
+    assert response.json()["error"]["code"] == "invalid_json"
 
 
 async def test_the_dashboard_shows_what_was_taken_in_and_how_far_it_is_counted(

@@ -76,3 +76,11 @@ def test_the_blocking_client_waits_as_long_as_all_requests_may_take(
         receipt = larder.send_events([NewEvent(n, user="u", item="i") for n in range(25)])
 
     assert waits == [6.0] and receipt.accepted == 3
+
+
+def test_an_event_that_json_cannot_hold_is_named_by_its_place() -> None:
+    events = [NewEvent(n, user="u", item="i") for n in range(3)]
+    events[1] = NewEvent(1, user="u", item="i", type="half an emoji: \ud83d")
+
+    with pytest.raises(TypeError, match=r"events\[1\] cannot be written as JSON"):
+        event_calls(events, 2)
