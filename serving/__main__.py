@@ -26,6 +26,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import masters, open_client
 from cache.process.extras import SERVING, missing
 from cache.process.interrupts import never_swallowed
+from cache.process.printable import printable_lines
 from cache.process.redis_server import redis_url, running_server
 from cache.store.releases import newest_release
 from serving.access.quota_table import QuotaTable
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
             serve = _serve if config.workers == 1 else _supervise
             return serve(config, listener, sent.log_level)
     except LarderError as error:
-        print(f"larder: {error.message}", file=sys.stderr)
+        print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cache.errors import ConfigError, LarderError
 from cache.process.interrupts import never_swallowed
+from cache.process.printable import printable_lines
 from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
 from serving.process.server import Server
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         if not server.started:
             raise ConfigError("the worker could not start; the log says why")
     except LarderError as error:
-        print(f"larder: {error.message}", file=sys.stderr)
+        print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         pass

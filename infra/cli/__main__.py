@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cache.errors import LarderError
 from cache.formats import RELEASE
+from cache.process.printable import printable_lines
 from infra.cli.commands import BY_NAME, lacking
 from infra.cli.help import page
 from infra.cli.settings import FILE
@@ -27,18 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except LarderError as error:
-        print(f"larder: {error.message}", file=sys.stderr)
+        print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return USAGE
     except BrokenPipeError:  # whoever read this, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
-        print(f"larder: this machine refused: {error}", file=sys.stderr)
+        print(printable_lines(f"larder: this machine refused: {error}"), file=sys.stderr)
         return FAILED
     except Exception as error:
         if sys.flags.dev_mode:  # python -X dev -m infra.cli ...
             raise
-        text = f"internal error: {type(error).__name__}: {error}".rstrip(": ")
+        text = printable_lines(f"internal error: {type(error).__name__}: {error}").rstrip(": ")
         print(f"larder: {text}; python -X dev -m infra.cli shows the traceback", file=sys.stderr)
         return FAILED
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cache.errors import SourceError
 from cache.process.command_line import json_text
+from cache.process.printable import printable_lines
 
 _SETTINGS = ("user_column", "item_column", "timestamp_column")
 
@@ -24,7 +25,8 @@ def main(words: Sequence[str], *, prog: str) -> int:
             report = _vectors(sent) if sent.kind == "vectors" else _implicit(sent)
         except SourceError as error:
             raise _in_flags(error) from error
-    print(json_text(report.to_json()) if sent.json else "\n".join(report.lines()))
+    text = json_text(report.to_json()) if sent.json else "\n".join(report.lines())
+    print(printable_lines(text))
     return 0
 
 

@@ -21,6 +21,8 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from cache.process.console import SafeConsole
+from cache.process.printable import printable, printable_lines
 from precompute.builds.night import size_text
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
@@ -39,8 +41,8 @@ class Told:
     code: int = 0
 
 
-out = Console()
-err = Console(stderr=True, soft_wrap=True)
+out = SafeConsole()
+err = SafeConsole(stderr=True, soft_wrap=True)
 
 
 @contextmanager
@@ -117,7 +119,7 @@ def table_of(found: dict[str, Any]) -> Table:
     """A row for each name that has a value; what has names of its own is one row, or a row for each of them."""
     table = Table(show_header=False, box=None)
     for name, text in _rows(found):
-        table.add_row(name, Text(text))
+        table.add_row(name, Text(printable(text)))
     return table
 
 
@@ -137,11 +139,11 @@ def _rows(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 def show(found: Found | str, out: Console) -> None:
     """Prints what a command found; where nobody looks, plain and never wrapped."""
     if isinstance(found, str):
-        out.file.write(f"{found}\n")
+        out.file.write(f"{printable_lines(found)}\n")
         return
     if isinstance(found, dict):
         found = [table_of(found)]
-    console = out if out.is_terminal else Console(width=PLAIN_COLUMNS, no_color=True)
+    console = out if out.is_terminal else SafeConsole(width=PLAIN_COLUMNS, no_color=True)
     for each in found:
         if isinstance(each, Table) and not out.is_terminal:
             each.box = None

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
+from rich.text import Text
 
 from cache.control.hot_keys import COLD, Name, hour_of
 from cache.errors import ConfigError, LarderError, StoreError
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
+from cache.process.printable import printable
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
 from precompute.cli.console import Found, err
@@ -53,7 +55,7 @@ def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Prog
     shown = Table("table", "id", "reads", "standing")
     shown.columns[2].justify = "right"
     for each in found[: arguments.limit]:
-        shown.add_row(each.table, each.entity, str(each.reads), each.standing)
+        shown.add_row(each.table, Text(printable(each.entity)), str(each.reads), each.standing)
     standings = Counter(each.standing for each in found)
     said = ", ".join(f"{count} {standing}" for standing, count in standings.most_common())
     return [shown, f"{len(found)} ids: {said}" if found else "nothing was asked for in vain"]

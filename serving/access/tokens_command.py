@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from cache.errors import TOKEN_PREFIX, ConfigError, LarderError
 from cache.process.command_line import json_text
+from cache.process.printable import printable_lines
 from cache.store.audit import audited
 from serving.access.scopes import SCOPES
 from serving.access.token_file import (
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
                 "name the file: tokens_file in [serving], LARDER_TOKENS_FILE or --file"
             )
         if sent.command == "list":
-            print(_listed(read_tokens(path), as_json=sent.json))
+            print(printable_lines(_listed(read_tokens(path), as_json=sent.json)))
         elif sent.command == "add":
             token = _added(config, path, sent)
             print(json_text({"name": sent.name, "token": token}) if sent.json else token)
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
             if sent.json:
                 print(json_text({"name": sent.name, "revoked": True}))
     except LarderError as error:
-        print(f"larder: {error.message}", file=sys.stderr)
+        print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return 2
     return 0
 

@@ -16,6 +16,7 @@ import orjson
 from cache.errors import ConfigError
 from cache.format.redis_keys import NAME
 from cache.process.command_line import json_text
+from cache.process.printable import printable_lines
 from serving.access.client_tls import add_tls_options, context_of
 
 _BODY_MAX = 64 << 20
@@ -70,10 +71,10 @@ def answer_to(
     try:
         told = ask(target, sent, body, tls, route=route)
     except Failed as error:
-        print(f"larder: {error}", file=sys.stderr)
+        print(printable_lines(f"larder: {error}"), file=sys.stderr)
         return 1
     if sent.json:
-        print(json_text(told))
+        print(printable_lines(json_text(told)))
     else:
         show(told)
     return 0

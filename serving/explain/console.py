@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from cache.process.printable import printable
 from serving.answers.sources import STORED
 
 Section = tuple[str, list[tuple[str, str]]]
@@ -14,19 +15,24 @@ _SHOWN = 10
 
 def show(told: Mapping[str, Any]) -> None:
     """Prints the explanation to standard output."""
-    title, sections = f"{told['table']} {told['id']}", list(sections_of(told))
+    title, sentence = printable(f"{told['table']} {told['id']}"), printable(told["sentence"])
+    sections: list[Section] = [
+        (name, [(printable(label), printable(text)) for label, text in rows])
+        for name, rows in sections_of(told)
+    ]
     try:
-        from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
+
+        from cache.process.console import SafeConsole
     except ImportError:
-        _plain(title, told["sentence"], sections)
+        _plain(title, sentence, sections)
         return
-    console = Console()
+    console = SafeConsole()
     if not console.is_terminal:
-        _plain(title, told["sentence"], sections)
+        _plain(title, sentence, sections)
         return
-    console.print(f"[bold]{escape(title)}[/bold]: {escape(told['sentence'])}", highlight=False)
+    console.print(f"[bold]{escape(title)}[/bold]: {escape(sentence)}", highlight=False)
     for name, rows in sections:
         table = Table(title=name, title_justify="left", show_header=False, box=None)
         table.add_column(style="dim", no_wrap=True)

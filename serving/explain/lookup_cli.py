@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from cache.process.printable import printable
 from serving.explain.asking import answer_to, question_parser
 
 PROG = "python -m serving lookup"
@@ -29,7 +30,7 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
 
 def _show(told: Mapping[str, Any]) -> None:
     for line in lines_of(told["answers"][0] if "answers" in told else told):
-        print(line)
+        print(printable(line))
 
 
 def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:

@@ -47,7 +47,7 @@ THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     "precompute": {
         "onnx": ("precompute/",),
         "pyarrow": ("precompute/",),
-        "rich": ("precompute/",),
+        "rich": ("cache/process/console.py", "precompute/"),
         "scipy": ("precompute/",),
     },
     "serving": {
@@ -58,7 +58,9 @@ THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
         "starlette": ("serving/",),
         "uvicorn": ("serving/",),
     },
-    "top": {"rich": ("serving/dashboard/", "serving/explain/console.py")},
+    "top": {
+        "rich": ("cache/process/console.py", "serving/dashboard/", "serving/explain/console.py")
+    },
 }
 # What is not called like the requirement that brings it.
 REQUIREMENTS = {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cache.errors import LarderError
 from cache.process.command_line import NOT_WELL, json_text
+from cache.process.printable import printable_lines
 from infra.cli.check.found import Found, State
 from infra.cli.check.night import look_at_bundle, look_at_sources, look_at_store
 from infra.cli.check.platform import look_at_airflow, look_at_lineage, look_at_live
@@ -34,10 +35,10 @@ def main(words: Sequence[str], *, prog: str) -> int:
         config = night_settings()
         findings += [_looked(name, partial(look, config)) for name, look in LOOKS.items()]
     if sent.json:
-        print(json_text([each._asdict() for each in findings]))
+        print(printable_lines(json_text([each._asdict() for each in findings])))
     else:
         for each in findings:
-            print(f"{each.state:<9} {each.what:<9} {each.told}")
+            print(printable_lines(f"{each.state:<9} {each.what:<9} {each.told}"))
     return NOT_WELL if any(each.state == "to do" for each in findings) else 0
 
 

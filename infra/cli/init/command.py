@@ -8,6 +8,7 @@ from typing import Any
 
 from cache.errors import ConfigError, LarderError
 from cache.process.command_line import NOT_WELL, json_text
+from cache.process.printable import printable_lines
 from infra.cli.init.guesses import Guesses, guess
 from infra.cli.init.look import look
 from infra.cli.init.toml_file import text_of
@@ -42,11 +43,11 @@ def main(words: Sequence[str], *, prog: str) -> int:
     beside.replace(target)
     if sent.json:
         told = {"file": str(target), "bundle": bundle, **_told(guesses)}
-        print(json_text(told))
+        print(printable_lines(json_text(told)))
     else:
         print(f"{os.path.relpath(target, here)}: written")
         for line in _lines(guesses, bundle):
-            print(line)
+            print(printable_lines(line))
     return 0 if guesses.is_complete else NOT_WELL
 
 

@@ -18,6 +18,7 @@ import orjson
 from cache.errors import LarderError
 from cache.process.command_line import json_text
 from cache.process.extras import missing
+from cache.process.printable import printable_lines
 from serving.access.client_tls import add_tls_options, context_of
 
 PROG = "python -m serving top"
@@ -71,13 +72,13 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
         tls = context_of(sent)
         body = fetch(sent.url, sent.token, tls)
         if sent.json:
-            print(json_text(body))
+            print(printable_lines(json_text(body)))
         elif sent.once:
             _print(body)
         else:
             _watch(functools.partial(fetch, sent.url, sent.token, tls), sent.every, body)
     except LarderError as error:
-        print(f"larder: {error.message}", file=sys.stderr)
+        print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         pass
@@ -85,19 +86,19 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
 
 
 def _print(body: Mapping[str, Any]) -> None:
-    from rich.console import Console
-
+    from cache.process.console import SafeConsole
     from serving.dashboard.terminal.layout import screen
 
-    Console().print(screen(body))
+    SafeConsole().print(screen(body))
 
 
 def _watch(look: Callable[[], dict[str, Any]], every_s: float, body: dict[str, Any]) -> None:
     from rich.live import Live
 
+    from cache.process.console import SafeConsole
     from serving.dashboard.terminal.layout import screen
 
-    with Live(screen(body), screen=True, auto_refresh=False) as live:
+    with Live(screen(body), console=SafeConsole(), screen=True, auto_refresh=False) as live:
         while True:
             live.refresh()
             time.sleep(every_s)

@@ -1,0 +1,52 @@
+"""Ids come from whoever calls: what one holds is shown by the commands, and never run by the terminal."""
+
+from typing import Any
+
+import pytest
+
+from serving.explain import asking, cli, lookup_cli
+
+HOSTILE = "u\x1b[31m\n\x9b2J"
+SHOWN = r"u\u001b[31m\u000a\u009b2J"
+ANSWER = {
+    "table": "user_topk", "id": HOSTILE, "source": "l2", "generation": "g", "age_seconds": 7.0,
+    "items": [HOSTILE, "b"], "scores": [0.5, 0.25],
+}  # fmt: skip
+EXPLANATION = {
+    "table": "user_topk", "id": HOSTILE, "sentence": f"{HOSTILE} is unknown.", "generation": "g", "epoch": 1,
+    "published_at": "2026-01-31T00:00:00Z", "age_seconds": 7.0, "stale": None, "degraded": None,
+    "answer": {"tier": "default", "reason": None, "live": None},
+    "directory": {"position": 1, "entities": 2, "known": False, "hash": "00"},
+    "page": None, "l1": {"found": False, "reason": "x"}, "l2": {"found": False, "reason": "x"}, "same_bytes": None, "previous": None, "record": None, "difference": None,
+    "model": {"computed_from": None, "reason": None, "precision": None, "items": [HOSTILE], "scores": [1.0]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+@pytest.mark.parametrize(("command", "told"), [(lookup_cli, ANSWER), (cli, EXPLANATION)])
+def test_an_id_cannot_steer_the_terminal(
+    command: Any,
+    told: dict[str, Any],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(asking, "ask", lambda *_, **__: told)
+
+    assert command.main(["user_topk", "u", *words]) == 0
+
+    printed = capsys.readouterr().out
+    assert not {"\x1b", "\x9b"} & set(printed)
+    assert words or printed.count(SHOWN) >= 2
+
+
+def test_what_a_service_refuses_an_id_with_cannot_either(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise asking.Failed(f"refused: {HOSTILE}")
+
+    monkeypatch.setattr(asking, "ask", refuse)
+
+    assert lookup_cli.main(["user_topk", "u"]) == 1
+    assert not {"\x1b", "\x9b"} & set(capsys.readouterr().err)
