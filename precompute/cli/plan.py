@@ -155,7 +155,7 @@ def _tables(
     for column in (*times.columns[1:3], *rates.columns):
         column.justify, column.no_wrap = "right", True
     busy = "other programs were busy here meanwhile: by the clock, times are too long"
-    notes = [timings.note] * bool(timings.note) + [busy] * found.is_busy
+    notes = [timings.note] * bool(timings.note) + [busy] * found.is_busy + [*found.remarks]
     ahead = [filters] * bool(found.filters)
     return [sizes, times, *map(escape, notes), copying, memory, rates, *ahead, gates]
 

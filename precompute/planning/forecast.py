@@ -22,6 +22,7 @@ from precompute.builds.tables import (
     scored_tables,
 )
 from precompute.builds.vector_bundle import make_bundle
+from precompute.bulk.floor_time import floor_seconds, time_limit_remark
 from precompute.bundles.bundle import Bundle
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import Progress, quiet
@@ -72,6 +73,7 @@ class Forecast:
     filters: Sequence[FilterCost] = ()
     copying: Sequence[CopyingNight] = ()
     copying_note: str = ""
+    remarks: Sequence[str] = ()
 
     @property
     def is_busy(self) -> bool:
@@ -112,6 +114,7 @@ class Forecast:
             "filters": [each.to_json() for each in self.filters],
             "copying": [each.to_json() for each in self.copying],
             "copying_note": self.copying_note,
+            "remarks": list(self.remarks),
         }
 
 
@@ -163,9 +166,10 @@ def forecast(
     return Forecast(
         len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(loading),
-        shape.payload_bytes / (config.governor.floor_mib_s * MIB),
+        floor_seconds(config, shape.payload_bytes),
         gpu_seconds(timings, rate.users_per_s, shape), rate.how, _hits(shape, asked, popularity), filters,
         copying_nights(timings, shape, share, asked.items_changed, lengths(sample)), note,
+        [remark] if (remark := time_limit_remark(config, shape.payload_bytes)) else [],
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from precompute.builds.night import Night, StepRow, size_text
 from precompute.builds.seal import seal
 from precompute.builds.step_times import timed
 from precompute.builds.sweeping import sweep
+from precompute.bulk.floor_time import time_limit_remark
 from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import demand_redis, held_bytes
 from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
@@ -67,6 +68,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         "bytes": size_bytes,
         "loaded_bytes": loaded,
         "seconds": round(seconds, 3),
+        **({"remark": remark} if (remark := time_limit_remark(config, size_bytes)) else {}),
     }
 
 
@@ -75,7 +77,8 @@ def in_night(night: Night) -> StepRow:
     found = run(night.config, night.build, progress=night.progress)
     loaded, size_bytes = int(found["loaded_bytes"]), int(found["bytes"])
     what = "all pages" if loaded == size_bytes else f"{size_text(loaded)} moved, the rest was there"
-    return StepRow(found, what, loaded, "B", size_bytes)
+    told = f"\nnote: {remark}" if (remark := found.get("remark")) else ""
+    return StepRow(found, f"{what}{told}", loaded, "B", size_bytes)
 
 
 def _demand_room(made: Build, manifest: Manifest, control: Control) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from cache.config.timetable import DagConfig
 from cache.errors import ConfigError, Conflict, NotJudged, Refused, StoreError, TierUnavailable
 from cache.process.child_process import Guarded
 from cache.process.redis_server import SETTINGS, RedisServer, server
@@ -357,6 +358,14 @@ def test_a_load_that_died_once_all_pages_were_there_is_reported_by_its_retry(nig
     assert night.load()["loaded_bytes"] == 0
     assert Build.of(night.config, night.build).read_report("load") is not None
     night.finishes()
+
+
+def test_a_load_that_airflow_would_end_beside_readers_says_so(night):
+    assert "remark" not in night.load()
+
+    remark = str(night.load(dag=DagConfig(load_timeout_s=1e-6))["remark"])
+
+    assert "at floor_mib_s (16 MiB/s)" in remark and "raise load_timeout_s in [dag]" in remark
 
 
 def test_a_value_left_under_a_pages_name_does_not_lengthen_it(night):

@@ -105,6 +105,19 @@ def test_a_larger_plan_is_extrapolated_and_says_so(config):
     assert "extrapolated" in larger["scoring_note"] and not smaller["scoring_note"]
 
 
+def test_a_plan_foresees_a_load_that_airflow_would_end(config):
+    """Pages of half a terabyte take over 8 hours at 16 MiB/s; a try of `load` may take four."""
+    room = ("--redis-gb", "9e9", "--host-gb", "9e9", "--disk-gb", "9e9")
+    options = ("--users", "400000000", "--k", "200", *room)
+
+    told = json.loads(plan(config, "--json", *options).stdout)
+
+    (remark,) = told["remarks"]
+    assert f"up to {told['load_beside_readers_max_s']:,.0f} s, at floor_mib_s (16 MiB/s)" in remark
+    assert "raise load_timeout_s and verify_timeout_s in [dag]" in remark
+    assert json.loads(plan(config, "--json").stdout)["remarks"] == []
+
+
 def test_a_redis_too_small_for_the_generations_of_a_peak_refuses_and_still_shows_the_plan(config):
     told = json.loads(plan(config, "--json").stdout)
     limit = (told["generations"] - 1) * told["redis_bytes"]
