@@ -6,10 +6,11 @@ import importlib.util
 import itertools
 import logging
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -71,13 +72,22 @@ def least_busy(
     """The device of one shard of many processes on this host: the one on which fewest score, of equals its own turn's.
 
     Who scores on a GPU holds a lock, so nothing is left behind by one that was killed. `tasks` is how many may share a
-    device; more than that share it, too, and the log says so.
+    device; more than that share it, too, and the log says so. The locks lie in `folder`, by default one of this user's
+    own; where that one cannot be trusted, the shard takes its turn's device.
     """
     found = devices(wanted)
     if not found or not found[0].startswith("cuda"):
         yield device_of(wanted, shard)
         return
-    turn, place = shard % len(found), folder or Path(tempfile.gettempdir())
+    turn = shard % len(found)
+    try:
+        place = folder or _own_folder()
+    except OSError as error:
+        _log.warning(
+            "GPUs are not counted, and this shard takes its turn's, %s: %s", found[turn], error
+        )
+        yield found[turn]
+        return
     names = {each: identity(each) for each in found}  # by the driver: nobody waits for it
     with ExitStack() as held:
         with _lock_file(place, "choice") as choice:
@@ -140,7 +150,7 @@ def _taken(folder: Path, name: str) -> set[int]:
     """Slots of a device of this name that living processes hold."""
     found = set()
     for path in folder.glob(_lock_name(_slot(name, "*"))):
-        with path.open("a") as file:
+        with _opened(path) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -152,9 +162,31 @@ def _slot(name: str, number: int | str) -> str:
     return f"{name}.{number}"
 
 
+def _own_folder() -> Path:
+    """Folder that only this user may enter, below the shared one for temporary files; raises OSError."""
+    folder = Path(tempfile.gettempdir()) / f"larder-{os.getuid()}"
+    # Its name is no secret: who made it first decides where it leads, and what lies in it.
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    there = folder.lstat()
+    if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & 0o077:
+        raise PermissionError(
+            f"{folder} is no folder that this user alone may enter: remove it, or set TMPDIR"
+        )
+    return folder
+
+
 def _lock_name(what: str) -> str:
-    return f"larder-{os.getuid()}-{what}.lock"
+    return f"{what}.lock"
 
 
 def _lock_file(folder: Path, what: str) -> IO[str]:
-    return (folder / _lock_name(what)).open("a")
+    return _opened(folder / _lock_name(what))
+
+
+def _opened(path: Path) -> IO[str]:
+    return open(path, "a", opener=_without_links)
+
+
+def _without_links(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW, 0o600)

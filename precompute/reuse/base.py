@@ -47,6 +47,13 @@ class Base:
     manifest: Manifest
     has_lists: bool
 
+    def has_changes(self, embedded: Mapping[str, Any]) -> bool:
+        """Whether `embed_items`, by its report, wrote how this night's items differ from this base's.
+
+        A `begin` that ends late may have chosen another base since: numbers of items would mean others.
+        """
+        return bool(embedded["changes"]) and embedded.get("base") == self.manifest.generation
+
     @classmethod
     def open(cls, config: NightConfig, begun: Mapping[str, Any]) -> Self | None:
         """The base that `begin` chose, by its report; None where it chose none, or what is left of it does not do."""

@@ -57,7 +57,7 @@ def item_records(
 ) -> ItemRecords | None:
     """Records of the base for one shard of items that may be copied, None if none may."""
     embedded = made.need("embed_items")
-    if base is None or not embedded["changes"] or not tables:
+    if base is None or not base.has_changes(embedded) or not tables:
         return None
     try:
         report = base.report(shard_report(shard))

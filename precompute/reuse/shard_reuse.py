@@ -97,7 +97,7 @@ class ShardReuse:
         if publishes_features and not base.has_model(tower):
             return None  # those that the base published are of another one
         lists = {name: each for name, each in tables.items() if each.kind == "user_topk"}
-        changes = ItemChanges.open(made) if made.need("embed_items")["changes"] else None
+        changes = ItemChanges.open(made) if base.has_changes(made.need("embed_items")) else None
         if changes is None and (kept.seen is not None or lists.keys() & stored.keys()):
             return None
         broken, rules = ~kept.whole, dict[str, ListRule]()
@@ -219,7 +219,7 @@ def _fitting(
     for name, table in tables.items():
         model = str(table.value) if table.kind == "value" else bundle.user_tower.name
         is_list = table.kind == "user_topk"
-        if fits[model] and (not is_list or (base.has_lists and embedded["changes"])):
+        if fits[model] and (not is_list or (base.has_lists and base.has_changes(embedded))):
             found.append(name)
     return found
 

@@ -81,6 +81,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     report = {
         "items": items.count, "dims": bundle.dims, "seconds": seconds, **facets,
         "computed_by": computed_by(device), "regrouped": regrouped, "changes": changes,
+        "base": None if base is None else base.manifest.generation,
         "copied": 0 if kept is None else int((kept.places >= 0).sum()),
     }  # fmt: skip
     made.report("embed_items", report)

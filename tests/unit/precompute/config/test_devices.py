@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib.util
+import os
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
@@ -239,3 +240,48 @@ def test_a_process_that_keeps_the_choice_is_named_and_not_waited_for(monkeypatch
         fcntl.flock(stuck, fcntl.LOCK_EX)
         with devices.least_busy("auto", 3, 1, tmp_path) as device:
             assert device == "cuda:1" and f"{path} is locked" in caplog.text
+
+
+def test_no_lock_follows_a_link_that_somebody_else_has_laid(monkeypatch, tmp_path):
+    """Names in a folder that all users share can be guessed: a link there would have us open, or make, another file."""
+    shared, victim = tmp_path / "tmp", tmp_path / "victim"
+    shared.mkdir()
+    for name in ("choice", "0.0"):
+        (shared / f"larder-{os.getuid()}-{name}.lock").symlink_to(victim)
+    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(devices, "identity", lambda device: device[-1])
+    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(shared))
+
+    with (
+        devices.least_busy("auto", 0, 1) as first,
+        devices.least_busy("auto", 0, 1) as second,
+    ):
+        assert (first, second) == ("cuda:0", "cuda:1")
+
+    assert not victim.exists()
+    (own,) = [path for path in shared.iterdir() if path.is_dir()]
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("laid", ["a link", "a folder for all", "a file"])
+def test_a_folder_for_locks_that_others_may_enter_is_named_and_not_used(
+    laid, monkeypatch, tmp_path, caplog
+):
+    elsewhere, place = tmp_path / "elsewhere", tmp_path / f"larder-{os.getuid()}"
+    elsewhere.mkdir()
+    if laid == "a link":
+        place.symlink_to(elsewhere)
+    elif laid == "a file":
+        place.touch()
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(devices, "identity", lambda device: device[-1])
+    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
+
+    with devices.least_busy("auto", 3, 1) as device:
+        assert device == "cuda:1"
+
+    assert f"{place} is no folder that this user alone may enter" in caplog.text
+    assert not list(elsewhere.iterdir()) and (place.is_file() or not list(place.iterdir()))
