@@ -5,6 +5,7 @@ Each imports what it alone needs: libraries that the others do without.
 
 import argparse
 import math
+import os
 from typing import Any
 
 from rich.markup import escape
@@ -175,10 +176,11 @@ def block(
 
 def status(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Told:
     """Status of everything; its code is 3 where something is not well."""
-    from precompute.cli.status_report import look, report
+    from precompute.cli.status_report import PLACES, look, report
     from precompute.cli.status_table import shown
 
-    told = report(config, look(config))
+    is_placed = arguments.config or arguments.artifacts or any(map(os.environ.get, PLACES))
+    told = report(config, look(config), has_settings=bool(is_placed))
     code = 0 if told["well"] else NOT_WELL
     if arguments.json:
         return Told(json_text(told), code)

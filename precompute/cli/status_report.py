@@ -22,6 +22,12 @@ from precompute.releases.registry import open_releases
 from precompute.releases.release_log import standing
 
 AWAY, ABSENT, THERE = "away", "absent", "there"
+NO_SETTINGS = (
+    "there is no larder.toml in this folder and no setting in the environment, so there is nothing to look at: go to "
+    "the project's folder, or name its file with --config or LARDER_CONFIG (`larder init` writes one)"
+)
+PLACES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
+"""Variables of the environment of which each says where a namespace is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +86,13 @@ def _memory(client: Any) -> dict[str, Any]:
         return {}
 
 
-def report(config: NightConfig, seen: NamespaceState) -> dict[str, Any]:
-    """Report of all of it as JSON-able values; `problems` is empty if all is well."""
+def report(
+    config: NightConfig, seen: NamespaceState, *, has_settings: bool = True
+) -> dict[str, Any]:
+    """Report of all of it as JSON-able values; `problems` is empty if all is well.
+
+    `has_settings`: a file or the environment says where this namespace is; without, it may well not be here.
+    """
     store = config.store()
     known = set(store.names("generations")) | set(seen.rows)
     generations = [_generation(config, seen, each) for each in sorted(known, reverse=True)]
@@ -105,6 +116,8 @@ def report(config: NightConfig, seen: NamespaceState) -> dict[str, Any]:
         "events": _events(config, generations),
     }
     problems = list(_problems(told, seen))
+    if not has_settings and seen.live is None and not generations:
+        problems = [NO_SETTINGS]
     return told | {"well": not problems, "problems": problems}
 
 

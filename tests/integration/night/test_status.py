@@ -196,3 +196,22 @@ def test_a_live_generation_that_nobody_serves_is_told(
 
     assert run(config) == 3
     assert "no replica answers, and 1 beat within the last day" in capsys.readouterr().out
+
+
+def test_outside_of_a_project_the_missing_settings_are_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`Run larder night` would make a namespace of nothing in whatever folder somebody stands in."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+    assert shell.main(["status", "--json"]) == 3
+
+    (problem,) = orjson.loads(capsys.readouterr().out)["problems"]
+    assert problem.startswith("there is no larder.toml in this folder") and "--config" in problem
+
+    monkeypatch.setenv("LARDER_ARTIFACTS", str(tmp_path / "store"))
+    assert shell.main(["status", "--json"]) == 3
+    (problem,) = orjson.loads(capsys.readouterr().out)["problems"]
+    assert problem == "nothing is live: run `larder night`"
