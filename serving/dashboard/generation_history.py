@@ -12,7 +12,7 @@ from cache.errors import LarderError
 from cache.format.manifest import GENERATION, Manifest
 from cache.format.reuse import Reuse
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
-from cache.store.releases import MOVES, Release, newest_move
+from cache.store.releases import MOVES, POINTED, Release
 
 GENERATIONS_MAX = 20
 NIGHTS_MAX = 7
@@ -129,13 +129,27 @@ def _state(
     reason = next((each.reason for each in reversed(about) if each.reason), None)
     if row is not None:
         return str(row.get("state")), str(row["reason"]) if row.get("reason") else reason
-    newest = newest_move(releases)
-    if newest is not None and newest.generation == name:
-        return "live", reason
-    last = next((each for each in reversed(about) if each.action in _AFTER or _is_move(each)), None)
-    if last is None:
-        return None, reason
-    return _AFTER.get(last.action, "superseded"), reason
+    return _proven(releases).get(name), reason
+
+
+def _proven(releases: Sequence[Release]) -> dict[str, str]:
+    """States of generations that release records prove by themselves, oldest record first."""
+    states: dict[str, str] = {}
+    live: str | None = None
+    for release in releases:
+        if release.action in POINTED and not release.done:
+            continue
+        if release.action in MOVES:
+            if live not in (None, release.generation):
+                states[str(live)] = "rolled_back" if release.action == "roll_back" else "superseded"
+            live = release.generation
+            states[live] = "live"
+        elif release.action == "end_canary":
+            if release.abandoned:
+                states[release.generation] = "abandoned"
+        elif release.action in _AFTER and release.generation != live:
+            states[release.generation] = _AFTER[release.action]
+    return states
 
 
 def _is_move(release: Release) -> bool:

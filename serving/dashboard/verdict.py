@@ -86,15 +86,15 @@ def _ready(body: Body) -> Iterator[Finding]:
             else f"Look at the log of {out[0]['replica']}; larder roll-back returns to the last good one."
         )
         of = f"{len(out)} of {_count(len(body['replicas']), 'replica')}"
-        yield Finding("bad", f"{of} cannot be asked: {why}.", advice)
+        yield Finding("bad", f"{of} cannot be asked: {why.rstrip('.')}.", advice)
 
 
 def _redis(body: Body) -> Iterator[Finding]:
     if not body["whole"]:
         yield Finding(
             "bad",
-            f"Redis cannot be asked ({body['trouble']}): answers come from L1, the live model and defaults, "
-            "and these figures are of one worker alone.",
+            f"Redis cannot be asked ({str(body['trouble']).rstrip('.')}): answers come from L1, the live model and "
+            "defaults, and these figures are of one worker alone.",
             "Start Redis again or repair the network; if it came back empty, run larder restore.",
         )
     elif opened := body["breakers"].get("open", 0) + body["breakers"].get("half_open", 0):

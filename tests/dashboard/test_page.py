@@ -64,6 +64,42 @@ def test_the_numbers_are_those_of_the_data(browser: Browser, site: Site) -> None
         assert expected in text, expected
 
 
+@pytest.mark.parametrize("width", [1920, LAPTOP, 1000, PHONE])
+def test_no_figure_breaks_its_unit_off(browser: Browser, site: Site, width: int) -> None:
+    data = well()
+    data["schedule"] |= {"age_s": 856.0}
+    site.data = data
+    browser.window(width)
+    shown(browser, site)
+
+    assert (
+        browser.run("document.querySelector('#figures').textContent").count(
+            "14\u00a0min\u00a016\u00a0s"
+        )
+        == 1
+    )
+    broken = """[...document.querySelectorAll('#figures .big')].filter((each) => {
+      const range = document.createRange();
+      range.selectNodeContents(each);
+      const lines = new Set([...range.getClientRects()].map((line) => Math.round(line.top)));
+      return lines.size > 1;
+    }).map((each) => each.textContent)"""
+    assert browser.run(broken) == []
+
+
+def test_a_reason_that_ends_with_a_full_stop_is_followed_by_none(
+    browser: Browser, site: Site
+) -> None:
+    data = CASES["without_redis"]()
+    data["trouble"] = "Error 111 connecting to localhost:6379. Connection refused."
+    site.data = data
+    browser.window(LAPTOP)
+    shown(browser, site)
+
+    assert "Connection refused." in browser.run("document.body.textContent")
+    assert ".." not in browser.run("document.body.textContent")
+
+
 def test_events_have_a_part_and_a_link_only_where_they_are_taken_in(
     fast: Browser, site: Site
 ) -> None:

@@ -55,6 +55,9 @@ function twoUnits(total, large, largeName, small, smallName) {
   return second ? `${name}${NB}${second}${NB}${smallName}` : name;
 }
 
+/** A text as the end of a sentence: with a full stop, and never with two. */
+export const ended = (text) => (/[.!?]$/.test(text) ? text : `${text}.`);
+
 /** A sentence in which no line ends between a number and its unit. */
 export const unbroken = (text) => text.replace(/(\d) (?=(?:%|[a-zµ]{1,3}\b))/gi, `$1${NB}`);
 

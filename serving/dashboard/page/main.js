@@ -1,7 +1,7 @@
 // Puts the page together: asks, draws, and says how old what it shows is.
 
 import { el, keyed, say } from "./dom.js";
-import { clock, count, duration, unbroken } from "./format.js";
+import { clock, count, duration, ended, unbroken } from "./format.js";
 import { events } from "./events.js";
 import { figures } from "./figures.js";
 import { memory } from "./memory.js";
@@ -32,12 +32,12 @@ function judge(isStale, age) {
   find("verdict").dataset.level = level;
   if (!newest) {
     say(find("sentence"), isLocked ? "The service asks for its token."
-      : trouble ? `The service gives no numbers: ${trouble}.` : "Asking the service how it is.");
+      : trouble ? ended(`The service gives no numbers: ${trouble}`) : "Asking the service how it is.");
     advise(trouble && !isLocked ? "Look whether it runs. This page goes on asking." : null);
   } else if (isStale) {
     say(find("sentence"), "How the service is now is not known.");
     const last = told.sentence ? ` It said then: ${told.sentence}` : "";
-    advise(`These numbers are from ${clock(newest.at / 1000, "second")}.${trouble ? ` No new ones: ${trouble}.` : ""}${last}`);
+    advise(`These numbers are from ${clock(newest.at / 1000, "second")}.${trouble ? ended(` No new ones: ${trouble}`) : ""}${last}`);
   } else {
     say(find("sentence"), told.sentence ? unbroken(String(told.sentence)) : "The service does not say yet whether all is well.");
     advise(told.advice, told.also ?? []);
@@ -68,7 +68,7 @@ function tick() {
 
 /** Whose numbers these are. */
 function whose({ whole, trouble: why, replicas }) {
-  if (whole === false) return `These are the numbers of one worker only: ${why ?? "Redis cannot be asked"}.`;
+  if (whole === false) return ended(`These are the numbers of one worker only: ${why ?? "Redis cannot be asked"}`);
   const all = Array.isArray(replicas) ? replicas.filter(Boolean) : [];
   if (all.length < 2) return all.length ? "Numbers of the one replica there is." : "";
   return `Numbers of ${count(all.length)} replicas together.`;

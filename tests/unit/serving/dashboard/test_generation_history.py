@@ -44,11 +44,27 @@ class Night:
         manifest = replace(MANIFEST, generation=generation, **changes)
         self.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
 
-    def release(self, action: Any, generation: str, reason: str = "", *, done: bool = True) -> None:
+    def release(
+        self,
+        action: Any,
+        generation: str,
+        reason: str = "",
+        *,
+        done: bool = True,
+        abandoned: bool = False,
+    ) -> None:
         self.releases += 1
         number = self.releases
         record = Release(
-            number * 10, action, generation, None, "a", 5_000.0 + number, reason, number=number
+            number * 10,
+            action,
+            generation,
+            None,
+            "a",
+            5_000.0 + number,
+            reason,
+            number=number,
+            abandoned=abandoned,
         )
         self.store.write(intent_path(number), record.to_bytes())
         if done:
@@ -125,6 +141,20 @@ def test_without_a_registry_states_are_what_the_records_prove(night: Night) -> N
 
     assert [found[each]["state"] for each in (G1, G2, G3)] == ["superseded", "live", "refused"]
     assert found[G3]["reason"] == "recall is too low" and found[G3]["bytes"] is None
+
+
+def test_without_a_registry_an_abandoned_canary_and_what_was_rolled_back_are_told_as_such(
+    night: Night,
+) -> None:
+    night.release("publish", G1)
+    night.release("publish", G2)
+    night.release("roll_back", G1)
+    night.release("verify", G3)
+    night.release("canary", G3)
+    night.release("end_canary", G3, "worse", abandoned=True)
+    found, _ = night.read()
+
+    assert [found[each]["state"] for each in (G1, G2, G3)] == ["live", "rolled_back", "abandoned"]
 
 
 def test_what_changed_is_read_again_and_what_is_settled_is_not(night: Night) -> None:
