@@ -29,12 +29,17 @@ class Default:
 
 
 def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, Default]:
-    """Defaults of a generation by table; raises CorruptArtefact where they do not fit its items."""
+    """Defaults of a generation by table; raises CorruptArtefact where they do not fit its items.
+
+    Tables of items have none: what is popular suits somebody of whom nothing is known, but is like no item.
+    """
     raw = (root / manifest.defaults.path).read_bytes()
     try:
         sent = orjson.loads(raw)
         defaults = {}
         for name, each in sent.items():
+            if name in manifest.tables and manifest.tables[name].entity == "item":
+                continue
             raws = [id_.encode() for id_ in each["items"]]
             ordinals = items.ordinals_of(raws)
             if (ordinals < 0).any() or len(ordinals) != len(each["scores"]):

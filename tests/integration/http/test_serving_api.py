@@ -338,3 +338,15 @@ async def test_the_client_gets_back_the_very_id_it_asked_for(night: NightConfig,
         "invalid_k",
         "k",
     )
+
+
+async def test_what_is_like_an_item_that_nobody_knows_is_an_empty_list_with_a_reason(
+    app: Running,
+) -> None:
+    """Popular items are like no item; a stranger among the users gets them."""
+    similar = await app.get("/v1/lookup/item_similar/no-such-item")
+    stranger = await app.get("/v1/lookup/user_topk/no-such-user")
+
+    assert (similar["source"], similar["reason"]) == ("default", "not_in_generation")
+    assert (similar["items"], similar["scores"]) == ([], [])
+    assert stranger["source"] == "default" and stranger["items"]
