@@ -84,6 +84,10 @@ class ImportReport:
     """True if an earlier import into the same folder was replaced, its settings kept."""
     had_times: bool = False
     """True if the clicks came with times: they are written in that order, without the times."""
+    further_columns: tuple[str, ...] = ()
+    """Columns of `item_features` that the model does not take, and that are kept."""
+    unused_columns: tuple[str, ...] = ()
+    """Columns of `user_features` that the model does not take, and that are not kept."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of all of it."""
@@ -103,6 +107,7 @@ class ImportReport:
             *([f"clicks left out: {left}"] if left else []),
             *(["times of clicks put them in order, and are not written"] if self.had_times else []),
             *([f"{self.folder}: {again}"] if self.is_again else []),
+            *self._columns_in_words(),
             f"a history becomes a vector by {self.fold_in}"
             + (f" (recall@20 of what was held out: {tried})" if tried else ""),
             *(
@@ -116,6 +121,19 @@ class ImportReport:
             *(f"cannot: {each}" for each in self.cannot),
             f"next: cd {self.folder}, {todo}then larder check, larder night and larder serve",
         ]
+
+    def _columns_in_words(self) -> list[str]:
+        told = []
+        if self.further_columns:
+            named = ", ".join(self.further_columns)
+            told.append(
+                f"further columns of item_features, which the model does not take, are kept: {named}; name those that "
+                "filters may ask for in [sources] item_attributes"
+            )
+        if self.unused_columns:
+            named = ", ".join(self.unused_columns)
+            told.append(f"left out of user_features, since the model does not take them: {named}")
+        return told
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +158,10 @@ class Imported:
     features: Mapping[str, Any] = field(default_factory=dict)
     share_by_chance: float | None = None
     """Share of pairs in which what users clicked scores above a random item, where that is no more than by chance."""
+    further_columns: tuple[str, ...] = ()
+    """Columns of `item_features` that the model does not take."""
+    unused_columns: tuple[str, ...] = ()
+    """Columns of `user_features` that it does not take, and that stand in no table."""
 
 
 def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
@@ -183,7 +205,7 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
         0 if made.clicks is None else int(made.clicks.matrix.nnz), made.items.dims, made.metric, made.fold_in,
         dict(made.recalls), compared, size_bytes, round(time.perf_counter() - began, 3), limits,
         {} if made.clicks is None else dict(made.clicks.left_out), is_again,
-        made.clicks is not None and made.clicks.is_ordered,
+        made.clicks is not None and made.clicks.is_ordered, made.further_columns, made.unused_columns,
     )  # fmt: skip
     write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric
+from precompute.adapters.feature_tables import feature_columns
 from precompute.adapters.folder import ImportReport
 from precompute.adapters.given import ClickMatrix, Vectors, ids_of
 from precompute.adapters.torch_export import Example
@@ -85,8 +86,8 @@ def from_rechub(
     user: str | None = None,
     user_ids: Any = None,
     clicks: Any = None,
-    item_features: Mapping[str, Any] | None = None,
-    user_features: Mapping[str, Any] | None = None,
+    item_features: Any = None,
+    user_features: Any = None,
     max_length: int = 50,
     first: int = 1,
     seed: int = 0,
@@ -98,7 +99,10 @@ def from_rechub(
     towers' vectors.
     """
     names = {"item": item, "history": history, "user": user}
-    given = {"user": user_features or {}, "item": item_features or {}}
+    item_features = feature_columns(item_features, ids_of(item_ids, "item"), "item")
+    users = None if user_ids is None else ids_of(user_ids, "user")
+    user_features = feature_columns(user_features, users, "user")
+    given = {"user": user_features, "item": item_features}
     towers, inputs = {}, {}
     for mode in ("user", "item"):
         features = [*getattr(model, f"{mode}_features", [])]

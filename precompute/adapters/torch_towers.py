@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric
+from precompute.adapters.feature_tables import feature_columns
 from precompute.adapters.fold_in import recall_of
 from precompute.adapters.folder import Imported, ImportReport, write_folder
 from precompute.adapters.given import ClickMatrix, Vectors, ids_of
@@ -32,8 +33,8 @@ def from_torch(
     item_ids: Any,
     user_ids: Any = None,
     clicks: Any = None,
-    item_features: Mapping[str, Any] | None = None,
-    user_features: Mapping[str, Any] | None = None,
+    item_features: Any = None,
+    user_features: Any = None,
     metric: Metric = "inner_product",
     name: str | None = None,
     cannot: Sequence[str] = (),
@@ -42,7 +43,8 @@ def from_torch(
 ) -> ImportReport:
     """Make a folder of two modules of torch (or of files that `torch.save` wrote of them, with `trust`).
 
-    Ids are in the order of the model's indices, features by input name with a row for each id. A user tower that takes
+    Ids are in the order of the model's indices. Features are arrays by input name with a row for each id, or a table or
+    the path of one (`feature_columns`); further columns of items are kept, for filters. A user tower that takes
     `user` gives the vectors of `user_ids`, and a stranger's history is folded; any other is the bundle's user tower
     itself. `clicks` are those of `from_vectors`. Raises SourceError or BundleError, naming what is wrong and the
     remedy; nothing is written then.
@@ -51,6 +53,9 @@ def from_torch(
     to, items = Path(to), ids_of(item_ids, "item")
     users = None if user_ids is None else ids_of(user_ids, "user")
     found = None if clicks is None else ClickMatrix.of(clicks, users, items)
+    has_user_features = user_features is not None
+    item_features = feature_columns(item_features, items, "item")
+    user_features = feature_columns(user_features, users, "user")
     of_users = BoundTower(
         _loaded(user_tower, trust), example.user, example, len(items), "the user tower"
     )
@@ -64,15 +69,17 @@ def from_torch(
         )
     of_item = _features(example.item, item_features, len(items), "item")
     of_user = {}
-    if users is not None and user_features is not None and "user" not in example.user:
+    if users is not None and has_user_features and "user" not in example.user:
         of_user = _features(example.user, user_features, len(users), "user")
+    further = _further(example.item, item_features, len(items))
     model, spec, _ = export(of_items)
     rows = Vectors(items, of_items.run(len(items), of_item))
     tables = {
         f"{what}_features": _table(what, ids, columns)
-        for what, ids, columns in (("item", items, of_item), ("user", users, of_user))
+        for what, ids, columns in (("item", items, of_item | further), ("user", users, of_user))
         if columns
     }
+    unused = tuple(sorted(user_features.keys() - example.user.keys()))
     limits = [*cannot]
     if "item" in example.item:
         limits.append("take in an item that it was not fitted on: the item tower has no row for it")
@@ -86,7 +93,7 @@ def from_torch(
             )
         return import_vectors(
             to, rows, vectors, found, metric=metric, model=model_name, cannot=limits, seed=seed,
-            item_tower=made, features=tables,
+            item_tower=made, features=tables, further_columns=tuple(further), unused_columns=unused,
         )  # fmt: skip
     tower, user_spec, _ = export(of_users)
     _demand_same(user_spec.output_dims, rows.dims)
@@ -105,7 +112,7 @@ def from_torch(
             recalls = {} if share is None else {"the user tower": share}
     imported = Imported(
         model_name, rows, tower, user_spec, metric, "the user tower itself", recalls, None, found, tuple(limits),
-        made, tables,
+        made, tables, further_columns=tuple(further), unused_columns=unused,
     )  # fmt: skip
     return write_folder(to, imported, began)
 
@@ -178,10 +185,29 @@ def _features(
     return found
 
 
-def _table(what: str, ids: Any, features: Mapping[str, NDArray[Any]]) -> Any:
+def _further(inputs: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Columns of items that the model does not take: a table of them is what filters go by."""
+    found = {}
+    for name, column in given.items():
+        if name in inputs:
+            continue
+        if isinstance(column, torch.Tensor):
+            column = column.detach().cpu().numpy()
+        values = column if isinstance(column, pa.Array) else np.asarray(column)
+        if len(values) != rows:
+            raise SourceError(
+                f"item_features: {name!r} has {len(values):,} rows for {rows:,} item ids: give one for each, or leave "
+                "it out",
+                input=name,
+            )
+        found[name] = values
+    return found
+
+
+def _table(what: str, ids: Any, features: Mapping[str, Any]) -> Any:
     columns = {
         name: pa.array(each)
-        if each.ndim == 1
+        if isinstance(each, pa.Array) or each.ndim == 1
         else pa.FixedSizeListArray.from_arrays(pa.array(each.ravel()), each.shape[1])
         for name, each in features.items()
     }

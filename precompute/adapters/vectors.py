@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,10 @@ def import_vectors(
     seed: int = 0,
     item_tower: ModelFile | None = None,
     features: Mapping[str, Any] | None = None,
+    further_columns: tuple[str, ...] = (),
+    unused_columns: tuple[str, ...] = (),
 ) -> ImportReport:
-    """Make a folder of checked vectors and clicks; the rest is as in `model_of`.
+    """Make a folder of checked vectors and clicks; columns are told in the report, the rest is as in `model_of`.
 
     Raises SourceError where users' vectors rank what they clicked no better than any other item.
     """
@@ -72,7 +75,8 @@ def import_vectors(
     )  # fmt: skip
     if made.share_by_chance is not None:
         raise as_by_chance(made.share_by_chance)
-    return write_folder(to, made, began)
+    told = replace(made, further_columns=further_columns, unused_columns=unused_columns)
+    return write_folder(to, told, began)
 
 
 def model_of(

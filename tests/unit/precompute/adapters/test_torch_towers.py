@@ -1,7 +1,11 @@
 """Torch towers become a folder: the same vectors, whatever the kind of tower."""
 # ruff: noqa: E402 - torch may not be there
 
+from types import SimpleNamespace
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -147,6 +151,77 @@ def test_items_of_features_alone_bring_their_table(tmp_path):
 
     assert pq.read_table(tmp_path / "item_features.parquet").column_names == ["item", "price"]
     assert not any("was not fitted on" in each for each in report.cannot)
+
+
+@pytest.mark.parametrize("kind", ["path", "csv", "arrow", "polars", "arrays"])
+def test_features_may_be_a_table_whose_further_columns_are_kept_for_filters(kind, tmp_path):
+    price = np.arange(ITEMS, dtype=np.float32)
+    category = [f"c{row % 3}" for row in range(ITEMS)]
+    order = np.random.default_rng(0).permutation(ITEMS)
+    table = pa.table({"category": category, "item": IDS, "price": price}).take(pa.array(order))
+    if kind == "path":
+        pq.write_table(table, tmp_path / "items.parquet")
+    elif kind == "csv":
+        pyarrow.csv.write_csv(table, tmp_path / "items.csv")
+    features = {
+        "path": tmp_path / "items.parquet",
+        "csv": str(tmp_path / "items.csv"),
+        "arrow": table,
+        "polars": SimpleNamespace(to_arrow=lambda: table),
+        "arrays": {"price": price, "category": category},
+    }[kind]
+    given = Example({"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20)
+
+    report = from_torch(
+        towers.Mean().eval(),
+        _Priced().eval(),
+        given,
+        to=tmp_path / "out",
+        item_ids=IDS,
+        item_features=features,
+    )
+
+    written = pq.read_table(tmp_path / "out/item_features.parquet").to_pydict()
+    assert written == {"item": IDS, "price": price.tolist(), "category": category}
+    assert any("not take, are kept: category; name" in line for line in report.lines())
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"item": IDS[1:], "price": [1.0] * (ITEMS - 1)}, "no row of 1 item ids, 'i00' among them"),
+        ({"item": [IDS[0], *IDS], "price": [1.0] * (ITEMS + 1)}, "item id 'i00' is there twice"),
+        ({"price": [1.0]}, "has 1 rows for"),
+    ],
+)
+def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, said, tmp_path):
+    given = Example({"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20)
+
+    with pytest.raises(SourceError, match=said):
+        from_torch(
+            towers.Mean().eval(), _Priced().eval(), given, to=tmp_path, item_ids=IDS,
+            item_features=pa.table(table),
+        )  # fmt: skip
+    with pytest.raises(SourceError, match="item_features is a list: give arrays by name, a table"):
+        from_torch(
+            towers.Mean().eval(),
+            _Priced().eval(),
+            given,
+            to=tmp_path,
+            item_ids=IDS,
+            item_features=[1],
+        )
+
+
+class _Priced(torch.nn.Module):
+    """An item tower over a price alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.Linear(1, DIMS)
+
+    def forward(self, price):
+        return self.weights(price[:, None])
 
 
 def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):

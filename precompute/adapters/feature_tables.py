@@ -1,0 +1,88 @@
+"""Features of items or users as a caller has them (arrays by name, a table, a file), in the order of the ids."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from cache.errors import SourceError
+from precompute.adapters.given import ids_of
+
+
+def feature_columns(given: Any, ids: Any, what: str) -> dict[str, Any]:
+    """Columns by name, each with a row for each id, in their order.
+
+    `given` is a mapping of arrays, which is taken as it is, or a table: of Arrow, pandas or polars, or the path of a
+    Parquet or CSV file. A table with a column of ids, named `what` ("item" or "user"), may have its rows in any order,
+    and more of them. Without `ids` the rows stay as they are. Raises SourceError, naming the remedy.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    table = _table(given, what)
+    if ids is None:
+        pass  # of entities that nobody names, the values are examples
+    elif what in table.column_names:
+        table = _in_order(table, ids, what)
+    elif table.num_rows != len(ids):
+        raise SourceError(
+            f"{what}_features has {table.num_rows:,} rows for {len(ids):,} {what} ids, and no column {what!r} that "
+            "tells whose they are: add it, or give a row for each id, in their order"
+        )
+    return {
+        name: _values(table[name].combine_chunks()) for name in table.column_names if name != what
+    }
+
+
+def _table(given: Any, what: str) -> Any:
+    try:
+        if isinstance(given, str | Path):
+            path = Path(given)
+            is_csv = path.suffix.lower() == ".csv"
+            return pa.csv.read_csv(path) if is_csv else pq.read_table(path)
+        if isinstance(given, pa.Table):
+            return given
+        if hasattr(given, "to_arrow"):  # polars
+            return given.to_arrow()
+        if hasattr(given, "columns") and hasattr(given, "iloc"):  # pandas
+            return pa.Table.from_pandas(given, preserve_index=False)
+    except (OSError, pa.ArrowException) as error:
+        raise SourceError(
+            f"{what}_features: {error}; a file is Parquet, or CSV with the ending .csv"
+        ) from None
+    raise SourceError(
+        f"{what}_features is a {type(given).__name__}: give arrays by name, a table of Arrow, pandas or polars, or the "
+        "path of a Parquet or CSV file"
+    )
+
+
+def _in_order(table: Any, ids: Any, what: str) -> Any:
+    """The rows of the ids, in their order."""
+    texts = ids_of(table[what], what)
+    places = pc.index_in(ids, value_set=texts)
+    if places.null_count:
+        missing = ids.filter(pc.is_null(places))[0].as_py()
+        raise SourceError(
+            f"{what}_features has no row of {places.null_count:,} {what} ids, {missing!r} among them: give one for each"
+        )
+    return table.take(places)
+
+
+def _values(column: Any) -> Any:
+    """Numbers as numpy has them, a row of a list column each; texts and all else stay in Arrow."""
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        if pa.types.is_string(kind.value_type):
+            return column
+        lists = column.to_pylist()
+        is_even = None not in lists and len({len(row) for row in lists}) <= 1
+        return np.asarray(lists) if is_even else column
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        return column if column.null_count else column.to_numpy(zero_copy_only=False)
+    return column
