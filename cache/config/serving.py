@@ -139,7 +139,9 @@ class ServingConfig(SharedConfig, Bounds):
     quality_cpu_share: PositiveFloat = 0.001
     """Share of one core that this may cost each worker in processor time; what does not fit is dropped and counted."""
     drain_s: PositiveFloat = 10.0
-    """Seconds for requests under way when the service stops."""
+    """Most seconds of a stop. The service is not ready from then on, answers what still comes, and ends once no request
+    has come for a quarter of a second. A balancer that does not look at `/readyz` (nginx by itself) sends on, and a
+    stop takes all of them."""
     load_bound_s: PositiveFloat = 60.0
     """Seconds that a replica that has seen a newer generation may take to load it; after that it is not ready."""
     observe: bool = True
