@@ -67,8 +67,7 @@ def test_the_numbers_are_those_of_the_data(browser: Browser, site: Site) -> None
 @pytest.mark.parametrize("width", [1920, LAPTOP, 1000, PHONE])
 def test_no_figure_breaks_its_unit_off(browser: Browser, site: Site, width: int) -> None:
     data = well()
-    data["schedule"] |= {"age_s": 856.0}
-    site.data = data
+    site.data = data | {"schedule": {**(data["schedule"] or {}), "age_s": 856.0}}
     browser.window(width)
     shown(browser, site)
 

@@ -174,7 +174,7 @@ def test_features_may_be_a_table_whose_further_columns_are_kept_for_filters(kind
 
     report = from_torch(
         towers.Mean().eval(),
-        _Priced().eval(),
+        towers.Priced().eval(),
         given,
         to=tmp_path / "out",
         item_ids=IDS,
@@ -199,29 +199,18 @@ def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, said, t
 
     with pytest.raises(SourceError, match=said):
         from_torch(
-            towers.Mean().eval(), _Priced().eval(), given, to=tmp_path, item_ids=IDS,
+            towers.Mean().eval(), towers.Priced().eval(), given, to=tmp_path, item_ids=IDS,
             item_features=pa.table(table),
         )  # fmt: skip
     with pytest.raises(SourceError, match="item_features is a list: give arrays by name, a table"):
         from_torch(
             towers.Mean().eval(),
-            _Priced().eval(),
+            towers.Priced().eval(),
             given,
             to=tmp_path,
             item_ids=IDS,
             item_features=[1],
         )
-
-
-class _Priced(torch.nn.Module):
-    """An item tower over a price alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.weights = torch.nn.Linear(1, DIMS)
-
-    def forward(self, price):
-        return self.weights(price[:, None])
 
 
 def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):

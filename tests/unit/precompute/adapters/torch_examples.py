@@ -81,6 +81,17 @@ def example(**features: Tensor) -> Example:
     return Example({"history": HISTORY, **features}, {"item": INDEX}, pad=ITEMS, max_length=40)
 
 
+class Priced(nn.Module):  # type: ignore[misc]
+    """An item tower over a price alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Linear(1, DIMS)
+
+    def forward(self, price: Tensor) -> Tensor:
+        return self.weights(price[:, None])
+
+
 def bound(module: nn.Module, given: Example | None = None) -> BoundTower:
     """The module, which is made fit for an import, as the user tower."""
     given = given or example()

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
@@ -250,7 +251,7 @@ def test_no_lock_follows_a_link_that_somebody_else_has_laid(monkeypatch, tmp_pat
         (shared / f"larder-{os.getuid()}-{name}.lock").symlink_to(victim)
     monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1"))
     monkeypatch.setattr(devices, "identity", lambda device: device[-1])
-    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(shared))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(shared))
 
     with (
         devices.least_busy("auto", 0, 1) as first,
@@ -278,7 +279,7 @@ def test_a_folder_for_locks_that_others_may_enter_is_named_and_not_used(
         place.chmod(0o777)
     monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1"))
     monkeypatch.setattr(devices, "identity", lambda device: device[-1])
-    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
 
     with devices.least_busy("auto", 3, 1) as device:
         assert device == "cuda:1"

@@ -17,7 +17,8 @@ EXPLANATION = {
     "published_at": "2026-01-31T00:00:00Z", "age_seconds": 7.0, "stale": None, "degraded": None,
     "answer": {"tier": "default", "reason": None, "live": None},
     "directory": {"position": 1, "entities": 2, "known": False, "hash": "00"},
-    "page": None, "l1": {"found": False, "reason": "x"}, "l2": {"found": False, "reason": "x"}, "same_bytes": None, "previous": None, "record": None, "difference": None,
+    "page": None, "l1": {"found": False, "reason": "x"}, "l2": {"found": False, "reason": "x"},
+    "same_bytes": None, "previous": None, "record": None, "difference": None,
     "model": {"computed_from": None, "reason": None, "precision": None, "items": [HOSTILE], "scores": [1.0]},
 }  # fmt: skip
 
