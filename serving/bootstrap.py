@@ -1,5 +1,6 @@
 """The running service put together: what answers, what it answers from, and what keeps watch over both."""
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -45,6 +46,9 @@ from serving.replica.release_watch import ReleaseWatch
 from serving.usage.l1_advisor import Advisor
 
 log = logging.getLogger(__name__)
+
+CONNECT_S = 2.0
+"""Seconds that a start waits for connections to Redis: a handshake of TLS takes longer than a read may."""
 
 
 @contextlib.asynccontextmanager
@@ -179,6 +183,9 @@ async def running(
     )  # fmt: skip
     try:
         await refresher.start()
+        with contextlib.suppress(TimeoutError):  # a Redis that is away is for the reads to find
+            async with asyncio.timeout(CONNECT_S):
+                await remote.connect_ahead()
         await arms.look()
         answering.pulse.start()
         quality.start()

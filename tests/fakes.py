@@ -167,6 +167,9 @@ class FakeRemote:
         """Nothing is measured."""
         return None
 
+    async def connect_ahead(self) -> None:
+        """Nothing is to be opened."""
+
     async def aclose(self) -> None:
         """Nothing is open."""
 

@@ -77,6 +77,13 @@ class DataPlane(Protocol):
         """
         ...
 
+    async def connect_ahead(self) -> None:
+        """Opens a connection to each server before the first read comes, whose time would not suffice for it.
+
+        Raises nothing: a server that is away is for the reads to find.
+        """
+        ...
+
     def bound_s(self) -> float:
         """Bound in seconds for a read that is sent now, whatever travels along and lies before it."""
         ...

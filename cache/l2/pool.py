@@ -67,6 +67,13 @@ class PipelinePool:
             self._open()
         connection.send(pipeline)
 
+    async def connect_ahead(self) -> None:
+        """Open a connection if there is none, and wait for the outcome, however long it takes; raises nothing."""
+        if not self._connections:
+            self._open()
+        if (opening := self._opening) is not None:
+            await asyncio.wait({opening})
+
     def renew(self) -> None:
         """Leaves the server, which takes no writes any more: by the same name another may be there by now.
 

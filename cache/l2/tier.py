@@ -251,6 +251,10 @@ class RemoteTier:
         found = cast(bytes, await self.control.ask("GETRANGE", key, read.offset, last))
         return found if len(found) == read.length else None
 
+    async def connect_ahead(self) -> None:
+        """Opens a connection before the first read comes; raises nothing."""
+        await self.pool.connect_ahead()
+
     async def aclose(self) -> None:
         """Closes every connection; reads under way end as unavailable."""
         await self.pool.aclose()

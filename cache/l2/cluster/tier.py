@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import TypeVar
 
@@ -80,6 +81,12 @@ class ClusterTier:
         """99th percentile in ms of the slowest node's round trips of the last `within_s`; None when there were none."""
         found = [each for tier in self.nodes.tiers if (each := tier.p99_ms(within_s)) is not None]
         return max(found, default=None)
+
+    async def connect_ahead(self) -> None:
+        """Opens a connection to each node before the first read comes; raises nothing."""
+        with suppress(TierUnavailable):
+            await self.nodes.ready()
+        await asyncio.gather(*[tier.connect_ahead() for tier in self.nodes.tiers])
 
     async def aclose(self) -> None:
         """Closes every connection; reads under way end as unavailable."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cache.format.item_table import ItemTable
+from cache.l2.tier import RemoteTier
 from cache.store.releases import newest_release
 from precompute.config.settings import NightConfig
 from serving.client import AsyncClient, InvalidRequest, Options
@@ -338,6 +339,22 @@ async def test_the_client_gets_back_the_very_id_it_asked_for(night: NightConfig,
         "invalid_k",
         "k",
     )
+
+
+async def test_connections_to_redis_are_open_before_it_is_ready(
+    night: NightConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    connect = RemoteTier.connect_ahead
+
+    async def counted(tier: RemoteTier) -> None:
+        await connect(tier)
+        opened.append(tier.pool.opened)
+
+    monkeypatch.setattr(RemoteTier, "connect_ahead", counted)
+
+    async with serving(night):
+        assert opened == [1]
 
 
 async def test_what_is_like_an_item_that_nobody_knows_is_an_empty_list_with_a_reason(

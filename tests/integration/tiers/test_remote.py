@@ -87,6 +87,22 @@ async def test_a_page_is_read_beside_the_wires(remote: RemoteTier) -> None:
     assert remote.stats.batches == remote.stats.commands == 0 and not remote.pool._connections
 
 
+async def test_connections_are_open_before_the_first_read(
+    remote: RemoteTier, client: redis.Redis, loaded: Keyspace
+) -> None:
+    """With TLS a handshake alone may take longer than a read is given."""
+    before = {each["id"] for each in client.client_list()}
+
+    await remote.connect_ahead()
+    await remote.connect_ahead()
+
+    assert len({each["id"] for each in client.client_list()} - before) == 1
+    assert remote.stats.commands == 0
+    away = RemoteTier(RemoteConfig("redis://127.0.0.1:1/0", deadline_s=0.1), loaded)
+    await away.connect_ahead()
+    await away.aclose()
+
+
 async def test_a_record_is_exactly_its_bytes_of_the_page(remote: RemoteTier) -> None:
     reads = [read_of(page, slot) for page in range(4) for slot in range(RECORDS)]
 
