@@ -21,7 +21,7 @@ class Way:
 
 
 NIGHT: Final = Way("night", "a night a day", DAY_S)
-LESS: Final = Way("night_less", "a night a day, less items had since", DAY_S, leaves_out=True)
+LESS: Final = Way("night_less", "a night a day, less newer items", DAY_S, leaves_out=True)
 HOURLY: Final = Way("hourly", "a night an hour", HOUR_S)
 EVENTS: Final = Way("events", "events", 0)
 

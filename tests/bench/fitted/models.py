@@ -84,7 +84,7 @@ def measure(kind: Kind) -> dict[str, Any]:
 def table(report: Report) -> str:
     """Rows in Markdown, as the documents have them."""
     lines = [
-        "| model | library | parity | its own recall@20 | recall@20 | seconds | the one thing that it cannot |",
+        "| model | library | parity | its own recall@20 | recall@20 | seconds | what it cannot do |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in KINDS:
