@@ -79,7 +79,6 @@ def prometheus(
     config: Any = yaml.safe_load((INFRA / "prometheus/prometheus.yml").read_text())
     config["global"] = {"scrape_interval": _text(SCRAPE_S), "evaluation_interval": _text(EVALUATE_S)}  # fmt: skip
     (job,) = [each for each in config["scrape_configs"] if each["job_name"] == "larder-serving"]
-    del job["authorization"]
     job["static_configs"] = [{"targets": [each.removeprefix("http://") for each in services]}]
     config["scrape_configs"] = [job]
     (folder / "rules").mkdir(parents=True)
