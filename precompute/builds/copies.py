@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cache.errors import LarderError, Refused, StoreError
+from cache.format.manifest import GENERATION
 from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
 from cache.store.releases import all_releases
 from precompute.config.settings import NightConfig
@@ -45,7 +46,10 @@ def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) 
         records = [each for each in all_releases(store) if each.generation == generation]
     except (LarderError, OSError):
         return  # the store does not answer: the error itself is what can be told
-    if records and records[-1].action == "retire":
+    is_retired = bool(records) and records[-1].action == "retire"
+    if is_retired and GENERATION.fullmatch(
+        records[-1].attempt
+    ):  # by a night: any other retirement is a person's
         newer = records[-1].attempt
         raise Refused(
             f"{generation} was retired while it was being made, by {newer}, which is of newer data: nothing is left to "
