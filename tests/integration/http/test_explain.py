@@ -368,11 +368,11 @@ def test_before_anything_is_published_it_says_what_to_do(
 
 
 def test_on_a_terminal_the_same_is_shown_by_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    import rich.console
+    from cache.process import console as safe
 
     pieces: list[str] = []
 
-    class Terminal(rich.console.Console):
+    class Terminal(safe.SafeConsole):
         def __init__(self) -> None:
             super().__init__(force_terminal=True, width=100, record=True)
 
@@ -381,7 +381,7 @@ def test_on_a_terminal_the_same_is_shown_by_rich(monkeypatch: pytest.MonkeyPatch
                 super().print(*what, **more)
             pieces.append(capture.get())
 
-    monkeypatch.setattr(rich.console, "Console", Terminal)
+    monkeypatch.setattr(safe, "SafeConsole", Terminal)
     tier = {"found": False, "reason": "absent"}
     console.show(
         {

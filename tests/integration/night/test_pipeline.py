@@ -216,12 +216,10 @@ def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_lets_nothing_pass(config
             replace(config.gates, timeout_s=0.05),
             10,
         )
-        verdicts = run_gates(candidate, [raises, lacks, hangs])
-        found = [next(verdicts), next(verdicts)]
-        with pytest.raises(NotJudged, match="hangs"):
-            next(verdicts)
+        for gate in (raises, lacks, hangs):
+            with pytest.raises(NotJudged, match=gate.rule):
+                list(run_gates(candidate, [gate]))
     release.set()
-    assert [(each.rule, each.passed) for each in found] == [("raises", False), ("lacks", False)]
 
 
 def test_p11_loading_costs_one_command_per_page_not_per_entity(config, own_redis):

@@ -95,15 +95,17 @@ def processes_naming(folder):
 
 
 def test_a_night_without_a_cut_is_named_after_its_inputs_and_finds_its_own_work(folder):
-    os.utime(folder / "interactions.parquet", (1_900_000_000, 1_900_000_000.9))
+    for name in ("items.parquet", "bundle/bundle.json"):
+        os.utime(folder / name, (1_600_000_000, 1_600_000_000))
+    os.utime(folder / "interactions.parquet", (1_700_000_000, 1_700_000_000.9))
     first = generation_of(run_here(folder, "begin"))
     time.sleep(1.0 - time.time() % 1.0)  # the next second has begun: `now` would be another name
     assert generation_of(run_here(folder, "begin")) == first
-    assert first.startswith("20300317T174640Z-")
+    assert first.startswith("20231114T221320Z-")
 
-    os.utime(folder / "items.parquet", (1_900_000_060, 1_900_000_060))
+    os.utime(folder / "items.parquet", (1_700_000_060, 1_700_000_060))
     later = generation_of(run_here(folder, "begin"))
-    assert later.startswith("20300317T174740Z-") and later != first
+    assert later.startswith("20231114T221420Z-") and later != first
 
 
 def test_a_standing_cut_cuts_no_row(folder):

@@ -140,7 +140,7 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
     nan = float("nan")
     ghosts = [
         {"country": 1},
-        {"user": "ghost", "country": 2, "mood": [nan, 1.0]},
+        {"user": "ghost", "country": None, "mood": [nan, 1.0]},
         {"user": "z" * 300},
     ]
     mixed_in(tmp_path, "users.parquet", rng, ghosts)
