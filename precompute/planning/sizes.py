@@ -9,6 +9,8 @@ from precompute.builds.tables import records_per_page
 from precompute.bundles.index import FLAT_BELOW, IndexKind, list_count
 
 HASH_BYTES = 8
+REPORTS_BYTES = 40 << 10
+"""Manifest and reports of the steps, in a night of few shards."""
 SUM_BYTES = 8
 NUMBER_BYTES = 4
 TEXT_TIMES = 5
@@ -164,4 +166,5 @@ class Shape:
     def disk_bytes(self) -> int:
         """The generation's folder: also its pages with their checksums, its copy of the bundle, and its work files."""
         sums = SUM_BYTES * sum(each.count for each in self.pages().values())
-        return self.mapped_bytes + self.payload_bytes + sums + self.fp32_bytes + self.work_bytes
+        stored = self.mapped_bytes + self.payload_bytes + sums + self.fp32_bytes
+        return stored + self.work_bytes + REPORTS_BYTES

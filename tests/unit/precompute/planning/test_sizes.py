@@ -14,7 +14,7 @@ from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.planning.capacity import CapacityLimits, Node, demand_room, verdicts
 from precompute.planning.forecast import gpu_seconds, resized
-from precompute.planning.sizes import Pages, Shape
+from precompute.planning.sizes import REPORTS_BYTES, Pages, Shape
 from precompute.planning.spent import Run, Spent, grown, timed
 from precompute.planning.trial import Timings
 from precompute.scoring.tables import PageFile, sums_path
@@ -67,7 +67,7 @@ def test_a_generation_is_the_sum_of_its_files():
     int8 = 12_000 * (1 + 4 / 8) / 4
     assert found.mapped_bytes == found.directory_bytes + found.item_bytes + 6400 + 12_000 + int8
     pages = found.payload_bytes + 8 * found.pages()["user_topk"].count
-    assert found.disk_bytes == found.mapped_bytes + pages + 12_000
+    assert found.disk_bytes == found.mapped_bytes + pages + 12_000 + REPORTS_BYTES
 
 
 def test_an_inverted_file_keeps_ids_and_centroids():
