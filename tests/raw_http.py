@@ -1,10 +1,14 @@
 """One connection to a running service, byte by byte: for requests that no HTTP client would send."""
 
+import fcntl
 import socket
+import termios
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
+
+from tests.polling import until
 
 TIMEOUT_S = 8.0
 
@@ -48,6 +52,15 @@ class RawConnection:
     def send(self, data: bytes) -> None:
         """Send all of `data`; raises OSError if the service reset the connection."""
         self._socket.sendall(data)
+
+    def wait_until_taken(self) -> None:
+        """Wait until the peer's kernel has what was sent, so that the next piece is read apart from it."""
+
+        def is_taken() -> bool:
+            unsent = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+            return int.from_bytes(unsent, "little") == 0
+
+        assert until(is_taken, 5)
 
     def close_own_side(self) -> None:
         """Send no more, and go on reading."""

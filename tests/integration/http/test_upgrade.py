@@ -1,18 +1,13 @@
 """A request that asks for another protocol is an ordinary request: its body is no request, and what follows is read."""
 
-import fcntl
-import http.client
-import io
 import json
 import os
 import shutil
 import socket
 import subprocess
-import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -22,6 +17,7 @@ from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
 from tests.polling import until
+from tests.raw_http import RawConnection, RawResponse
 
 NGINX = shutil.which(
     "nginx", path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin"))
@@ -29,14 +25,6 @@ NGINX = shutil.which(
 TABLE = "/v1/lookup/user_topk"
 PROTOCOLS = ("foo", "h2c", "websocket")
 SEED = 11
-
-
-class Response(NamedTuple):
-    """One answer as a caller reads it."""
-
-    status: int
-    body: bytes
-    is_last: bool
 
 
 @pytest.fixture(scope="module")
@@ -81,46 +69,22 @@ def upgrade(protocol: str) -> tuple[str, str]:
     return "Connection: Upgrade", f"Upgrade: {protocol}"
 
 
-def responses(url: str, pieces: list[bytes], count: int) -> list[Response]:
+def responses(url: str, pieces: list[bytes], count: int) -> list[RawResponse]:
     """The first `count` answers of one connection to these pieces; fewer if the connection ends."""
-    address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port or 80), timeout=20) as peer:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream = peer.makefile("rb")
+    answers: list[RawResponse] = []
+    with RawConnection(url) as connection:
         for piece in pieces[:-1]:
-            peer.sendall(piece)
-            _wait_until_taken(peer)
-        peer.sendall(pieces[-1])
-        answers: list[Response] = []
-        while len(answers) < count and not (answers and answers[-1].is_last):
-            answers.append(_read(stream))
-        return answers
+            connection.send(piece)
+            connection.wait_until_taken()
+        connection.send(pieces[-1])
+        while len(answers) < count and not (answers and answers[-1].closes):
+            answer = connection.response()
+            assert answer is not None, f"the connection ended after {answers}"
+            answers.append(answer)
+    return answers
 
 
-def _wait_until_taken(peer: socket.socket) -> None:
-    """Wait until the kernel has handed over what was sent, so that the next piece is read apart from it."""
-
-    def is_empty() -> bool:
-        unsent = fcntl.ioctl(peer.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
-        return int.from_bytes(unsent, "little") == 0
-
-    assert until(is_empty, 5)
-
-
-def _read(stream: Any) -> Response:
-    """The next response of a stream; `is_last` if the connection ends with it."""
-    head = b""
-    while not head.endswith(b"\r\n\r\n"):
-        line = stream.readline()
-        if not line:
-            return Response(0, head, is_last=True)
-        head += line
-    fields = http.client.parse_headers(io.BytesIO(head.split(b"\r\n", 1)[1]))
-    body = stream.read(int(fields["content-length"]))
-    return Response(int(head.split()[1]), body, is_last=fields.get("connection") == "close")
-
-
-def _id(response: Response) -> str | None:
+def _id(response: RawResponse) -> str | None:
     answer = json.loads(response.body) if response.status == 200 else {}
     return answer.get("id") if isinstance(answer, dict) else None
 
@@ -198,7 +162,7 @@ def test_connect_is_refused_and_nothing_behind_it_is_run(
     (answer,) = responses(url, pieces, count=1)
 
     assert answer.status == 501
-    assert answer.is_last
+    assert answer.closes
 
 
 @contextmanager
