@@ -146,12 +146,14 @@ def _listed(
         adds=brought,
     ):  # fmt: skip
         chunks.append(ids.texts())
-        long, values = {}, dict(values)
+        too_long, values = {}, dict(values)
         for name in sorted({str(each.column) for each in specs if each.dtype == "string"}):
-            values[name], long[name] = without_long_texts(values[name], config.feature_text_bytes)
+            values[name], too_long[name] = without_long_texts(
+                values[name], config.feature_text_bytes
+            )
         is_changed = as_rows(pc.is_in(chunks[-1], value_set=changed))
         usable.append(
-            _note_values(chunks[-1], values, long, specs, path.name, is_changed, unusable)
+            _note_values(chunks[-1], values, too_long, specs, path.name, is_changed, unusable)
         )
     if brought and not columns:  # no column says anything of them: their vectors are in the bundle
         named = pa.array(sorted(raw.decode() for raw in brought), pa.string())
@@ -191,7 +193,7 @@ def _some_rows(
 def _note_values(
     texts: Any,
     values: Mapping[str, Any],
-    long: Mapping[str, NDArray[np.bool_]],
+    too_long: Mapping[str, NDArray[np.bool_]],
     specs: Sequence[InputSpec],
     file: str,
     is_changed: NDArray[np.bool_],
@@ -212,7 +214,7 @@ def _note_values(
     for spec in specs:
         found = read_values(values[str(spec.column)], spec)
         bad = {f"{spec.column}: {NO_VALUE}": found.missing, **found.bad}
-        if (is_long := long.get(str(spec.column))) is not None:
+        if (is_long := too_long.get(str(spec.column))) is not None:
             bad = {f"{spec.column}: {TOO_LONG}": is_long, **bad}  # the first reason counts
         for source, ours in ((ITEM_ROWS, usable & ~is_changed), (of_events, usable & is_changed)):
             unusable.note_rows(source, {why: rows & ours for why, rows in bad.items()}, case)
