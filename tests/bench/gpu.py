@@ -2,19 +2,27 @@
 
 Beside one large square bfloat16 product on the same device (`matrix_rate_128`, `matrix_rate_256`: the part of its rate
 that the whole top-K reaches), the bare half-precision product in the same tiles (which selects nothing), torch's
-product with topk end to end (over-fetching nothing: it does not even exclude), and FAISS or cuVS where they see the
-GPU; then each stage of the kernels by itself, in microseconds for each user. `million` is 100,000 Gaussian users by a
-million items, 128 numbers each, or 256; `skewed` has item lengths as real ones have; `real128` and `real256` as in the
-bench `topk`. LARDER_DEVICE chooses another device than the first GPU; without any, nothing is measured. The night on
-the same device is the bench `night`, its baseline the kernel there.
+product with topk end to end (over-fetching nothing: it does not even exclude), and FlashLib, FAISS or cuVS where they
+are installed and see the GPU; then each stage of the kernels by itself, in microseconds for each user. `million` is
+400,000 Gaussian users by a million items, 128 numbers each, or 256; `skewed` has item lengths as real ones have, and
+100,000 users; `real128` and `real256` as in the bench `topk`. What only makes lists to compare with (torch, FlashLib,
+FAISS, cuVS) gets the first 50,000 of the users: it takes longer for each, and has no pipeline that has to fill.
+
+FlashLib searches by squared L2 distance in half precision and excludes nothing: the work is that of an inner product,
+the lists are others. `<case>_flashlib` says which of its paths ran (named by us, so it takes no other; it takes
+CuteDSL by itself only up to 20 neighbours on Hopper), and `<case>_flashlib_recall` the share of the exact lists of its
+own distance that it finds. LARDER_DEVICE chooses another device than the first GPU; without any, nothing is measured.
+The night on the same device is the bench `night`, its baseline the kernel there.
 """
 
 import importlib.util
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +34,33 @@ from precompute.config.devices import devices
 from tests.bench.tools.harness import Options, Report, compare, parse
 from tests.bench.tools.tiles import times_of
 from tests.bench.tools.topk_cases import Case, random_case, real_case, real_file
-from tests.bench.topk import recall_of
+from tests.bench.topk import exact_scores, recall_of, recall_of_lists
 
 K = 100
 ROWS = 1024
-SIZES = {"gpu": (100_000, 1_000_000), "gpu quick": (65_536, 262_144), "processor": (2048, 8192)}
+
+
+@dataclass(frozen=True, slots=True)
+class CaseSizes:
+    """Number of users of `million` and `million256`, of users of `skewed`, and of items."""
+
+    users: int
+    skewed_users: int
+    items: int
+
+
+SIZES = {
+    "gpu": CaseSizes(400_000, 100_000, 1_000_000),
+    "gpu quick": CaseSizes(65_536, 65_536, 262_144),
+    "processor": CaseSizes(2048, 2048, 8192),
+}
+LISTED_USERS = 50_000
+"""Users whose lists the baselines make."""
+FLASHLIB_TRIED_USERS = 4096
+"""Users that FlashLib is tried with: it compiles a kernel for each number of users."""
+FLASHLIB_RUN_S = 1.5
+"""Seconds that a run of FlashLib may take: a longer one would be of FLASHLIB_TRIED_USERS only."""
+RECALL_ROWS = 16
 SQUARE = {"cuda": 8192, "cpu": 512}
 RATES = {
     ("million", "square_product"): "matrix_rate_128",
@@ -52,14 +82,21 @@ def made(users: int, items: int, dims: int, *, skewed: bool = False) -> Case:
 def cases(options: Options, kind: str) -> Iterator[tuple[str, Case]]:
     """(name, case); real ones only where the data is."""
     size = SIZES["gpu quick" if kind == "gpu" and options.quick else kind]
-    yield "million", made(*size, 128)
+    yield "million", made(size.users, size.items, 128)
     if kind != "processor":
-        yield "million256", made(*size, 256)
-    yield "skewed", made(*size, 128, skewed=True)
+        yield "million256", made(size.users, size.items, 256)
+    yield "skewed", made(size.skewed_users, size.items, 128, skewed=True)
     if (file := real_file()) is not None and kind == "gpu":
         for dims in (128,) if options.quick else (128, 256):
             with tempfile.TemporaryDirectory() as folder:
                 yield f"real{dims}", real_case(file, Path(folder), 1 << 30, dims)
+
+
+def first_users(case: Case, count: int) -> Case:
+    """The case with its first users only."""
+    if len(case.users) <= count:
+        return case
+    return Case(case.users[:count], case.items, case.histories.take(np.arange(count)))
 
 
 def timed(users: int, run: Callable[[], object], device: Any) -> float:
@@ -162,6 +199,78 @@ def cuvs(case: Case) -> Callable[[], object] | None:
     return run
 
 
+@dataclass(frozen=True, slots=True)
+class FlashlibSearch:
+    """FlashLib's exact search of the items for each user of a case; copies of users in and lists out are part of it."""
+
+    case: Case
+    device: Any
+    items: Any
+    """The items on the device, in the precision that is searched in."""
+    backend: str
+
+    @classmethod
+    def of(cls, case: Case, device: Any) -> "FlashlibSearch":
+        """Search of a case's items by the path for this device: Triton's on a GPU, torch's elsewhere."""
+        import torch
+
+        is_gpu = device.type == "cuda"
+        dtype = torch.float16 if is_gpu else torch.float32
+        items = torch.from_numpy(case.items).to(device, dtype)
+        return cls(case, device, items, "triton" if is_gpu else "torch")
+
+    @property
+    def path(self) -> str:
+        """What was searched, in words."""
+        return f"{self.backend}, {str(self.items.dtype).removeprefix('torch.')}, squared L2"
+
+    def lists(self, count: int) -> Any:
+        """Ordinals of the nearest items of the first users, with their distances copied out as well."""
+        import torch
+        from flashlib.primitives.knn import flash_knn
+
+        users = torch.from_numpy(self.case.users[:count]).to(self.device, self.items.dtype)
+        # A named backend is taken or fails: FlashLib then chooses no other.
+        distances, ordinals = flash_knn(users, self.items, K, backend=self.backend)
+        distances.cpu()
+        return ordinals.cpu().numpy()
+
+    def affordable_users(self) -> int:
+        """Users of the case whose lists take no longer than FLASHLIB_RUN_S, by a run over a few of them."""
+        tried = min(FLASHLIB_TRIED_USERS, len(self.case.users))
+        self.lists(tried)  # compiles
+        rate = timed(tried, partial(self.lists, tried), self.device)
+        users = len(self.case.users)
+        return users if users <= rate * FLASHLIB_RUN_S else tried
+
+    def recall(self) -> float:
+        """Share of the exact 100 nearest of some users that are found."""
+        ordinals = self.lists(min(FLASHLIB_TRIED_USERS, len(self.case.users)))[:RECALL_ROWS]
+        lengths = np.einsum("ij,ij->i", self.case.items, self.case.items, dtype=np.float64)
+        return recall_of_lists(2 * exact_scores(self.case, RECALL_ROWS) - lengths, ordinals)
+
+
+def flashlib(
+    report: Report, name: str, case: Case, device: Any
+) -> tuple[int, Callable[[], object]] | None:
+    """(users, run) of FlashLib, its path and recall among the figures; None if it is not installed or fails here."""
+    if importlib.util.find_spec("flashlib") is None:
+        return None
+    try:
+        search = FlashlibSearch.of(case, device)
+        users = search.affordable_users()
+        run = partial(search.lists, users)
+        run()
+        report.figures[f"{name}_flashlib_recall"] = round(search.recall(), 6)
+    except Exception as error:  # the other baselines are measured all the same
+        report.figures[f"{name}_flashlib"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
+        print(f"{name}: FlashLib failed: {error!r}", file=sys.stderr, flush=True)
+        return None
+    report.figures[f"{name}_flashlib"] = search.path
+    report.figures[f"{name}_flashlib_users"] = users
+    return users, run
+
+
 def measure(report: Report, options: Options, device: Any, name: str, case: Case) -> None:
     """One case: ours beside everything that is there."""
     from precompute.device.scorer import DeviceScorer
@@ -176,24 +285,30 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
         len(case.items),
     )
     report.figures[f"{name}_prepare_s"] = round(time.perf_counter() - started, 3)
-    report.figures[f"{name}_recall"] = recall_of(case, scorer, 16)
+    report.figures[f"{name}_recall"] = recall_of(case, scorer, RECALL_ROWS)
+    without_histories = partial(scorer.top, case.users, K, nothing(case))
+    without_histories()  # compiles, and takes the memory that it will use
     report.figures[f"{name}_without_histories_users_per_s"] = round(
-        timed(len(case.users), partial(scorer.top, case.users, K, nothing(case)), device)
+        timed(len(case.users), without_histories, device)
     )
     columns = 1 << 20 if device.type == "cuda" else 1 << 12
-    baselines: dict[str, Callable[[], object] | None] = {
-        "matrix_product": product(case, device, columns),
-        "matmul_topk": matmul_topk(case, device, columns),
-        "faiss_gpu": faiss_gpu(case),
-        "cuvs": cuvs(case),
+    listed = first_users(case, LISTED_USERS)
+    report.figures[f"{name}_listed_users"] = len(listed.users)
+    baselines: dict[str, tuple[int, Callable[[], object]]] = {
+        "matrix_product": (len(case.users), product(case, device, columns)),
+        "matmul_topk": (len(listed.users), matmul_topk(listed, device, columns)),
     }
+    for label, run in (("faiss_gpu", faiss_gpu(listed)), ("cuvs", cuvs(listed))):
+        if run is not None:
+            baselines[label] = len(listed.users), run
+    if (flashlib_run := flashlib(report, name, listed, device)) is not None:
+        baselines["flashlib"] = flashlib_run
     found = compare(
         {
             "square_product": partial(square_product, case, device),
             **{
-                label: partial(timed, len(case.users), run, device)
-                for label, run in baselines.items()
-                if run is not None
+                label: partial(timed, users, run, device)
+                for label, (users, run) in baselines.items()
             },
         },
         {
@@ -223,7 +338,7 @@ def nothing(case: Case) -> Histories:
 def main() -> None:
     """Measure and report; without a device only say so."""
     options = parse(__doc__.splitlines()[0])
-    report = Report("gpu", ("torch", "faiss-cpu", "faiss-gpu", "cuvs-cu12"))
+    report = Report("gpu", ("torch", "triton", "flashlib", "faiss-cpu", "faiss-gpu", "cuvs-cu12"))
     found = devices(os.environ.get("LARDER_DEVICE", "auto"))
     report.figures["device"] = found[0] if found else "none: nothing is measured"
     if found:

@@ -13,9 +13,11 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
+from numpy.typing import NDArray
 
 from cache.topk.compiled import kernel
 from cache.topk.topk import AnyScorer, Scorer
@@ -69,17 +71,27 @@ def larder_run(case: Case, scorer: Scorer) -> float:
     return len(case.users) / (time.process_time() - started)
 
 
-def recall_of(case: Case, scorer: AnyScorer, rows: int = 64) -> float:
-    """Share of the float64 top 100 that the scorer finds; pairs within 1e-5 of each other count as equal."""
-    some = case.histories.take(np.arange(rows))
-    found, _ = scorer.top(case.users[:rows], K, some)
+def exact_scores(case: Case, rows: int) -> NDArray[np.float64]:
+    """Inner products in float64 of the first users with all items, one row each."""
+    return case.users[:rows].astype(np.float64) @ case.items.astype(np.float64).T
+
+
+def recall_of_lists(exact: NDArray[np.float64], ordinals: NDArray[Any]) -> float:
+    """Share of the K best of each row of scores that its list has; scores within 1e-5 of each other count as equal."""
     good = 0
-    for row in range(rows):
-        exact = case.items.astype(np.float64) @ case.users[row].astype(np.float64)
-        exact[some.indices[some.indptr[row] : some.indptr[row + 1]]] = -np.inf
-        least = np.partition(exact, -K)[-K]
-        good += int((exact[found[row].astype(np.int64)] >= least - 1e-5 * abs(least)).sum())
-    return good / (rows * K)
+    for scores, found in zip(exact, ordinals, strict=True):
+        least = np.partition(scores, -K)[-K]
+        good += int((scores[found.astype(np.int64)] >= least - 1e-5 * abs(least)).sum())
+    return good / (len(ordinals) * K)
+
+
+def recall_of(case: Case, scorer: AnyScorer, rows: int = 64) -> float:
+    """Share of the float64 top 100 that the scorer finds, items that a user had left out."""
+    histories = case.histories.take(np.arange(rows))
+    ordinals, _ = scorer.top(case.users[:rows], K, histories)
+    exact = exact_scores(case, rows)
+    exact[np.repeat(np.arange(rows), np.diff(histories.indptr)), histories.indices] = -np.inf
+    return recall_of_lists(exact, ordinals)
 
 
 def cases(users: int, report: Report) -> Iterator[tuple[str, Case]]:
