@@ -4,10 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
+import numpy as np
 import pytest
 
+from tests.bench import gpu
 from tests.bench.device import __main__ as session
+from tests.bench.tools.harness import Report
 
 
 def bench(device, name="gpu"):
@@ -94,3 +99,59 @@ def test_a_part_of_a_session_that_takes_too_long_is_ended(capsys):
     assert session.ran(["timeit", "-n", "1", "import time; time.sleep(60)"], 0.5)[0] == 124
     assert session.ran(["this"], 30.0)[0] == 0
     assert sum(seconds for _, seconds in session.BENCHES.values()) + session.TESTS_S < 600
+
+
+def install_flashlib(monkeypatch, flash_knn):
+    """Make a FlashLib importable whose search is this function."""
+    for name in ("flashlib", "flashlib.primitives", "flashlib.primitives.knn"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["flashlib.primitives.knn"].flash_knn = flash_knn
+
+
+def nearest(users, items, k, *, backend):
+    """FlashLib's search by torch: (squared distances, ordinals)."""
+    import torch
+
+    assert backend == "torch"
+    found = torch.topk(torch.cdist(users, items), k, largest=False)
+    return found.values**2, found.indices.to(torch.int32)
+
+
+def test_flashlib_is_measured_by_a_named_path_and_its_recall_is_of_its_own_distance(monkeypatch):
+    torch = pytest.importorskip("torch", reason="make torch-env")
+    install_flashlib(monkeypatch, nearest)
+    report, case = Report("gpu"), gpu.made(32, 1000, 16, skewed=True)
+
+    users, run = gpu.flashlib(report, "skewed", case, torch.device("cpu"))
+
+    assert users == 32 and np.shape(run()) == (32, gpu.K)
+    assert report.figures == {
+        "skewed_flashlib": "torch, float32, squared L2",
+        "skewed_flashlib_recall": 1.0,
+        "skewed_flashlib_users": 32,
+    }
+
+
+def test_a_flashlib_that_fails_is_a_figure_and_the_others_are_measured(monkeypatch):
+    torch = pytest.importorskip("torch", reason="make torch-env")
+
+    def fails(*_, **__):
+        raise RuntimeError("out of resources")
+
+    install_flashlib(monkeypatch, fails)
+    report = Report("gpu")
+
+    assert gpu.flashlib(report, "million", gpu.made(8, 1000, 8), torch.device("cpu")) is None
+    assert report.figures == {"million_flashlib": "failed: RuntimeError: out of resources"}
+
+
+def test_baselines_that_make_lists_get_the_first_users_with_their_histories():
+    case = gpu.made(40, 1000, 4)
+
+    few = gpu.first_users(case, 10)
+
+    assert np.array_equal(few.users, case.users[:10]) and few.items is case.items
+    assert np.array_equal(few.histories.indptr, case.histories.indptr[:11])
+    assert gpu.first_users(case, 40) is case
