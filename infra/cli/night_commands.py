@@ -4,15 +4,20 @@ import argparse
 import functools
 from collections.abc import Sequence
 
-from precompute.__main__ import leave
-from precompute.__main__ import main as run
-from precompute.cli.parser import parser_of_commands
+from precompute.cli.card_plan import quick_answer
 
 
 def main(words: Sequence[str], *, prog: str) -> int:
     """Runs the command that is the last word of `prog`, and ends the program with its exit code."""
     larder, _, name = prog.partition(" ")
-    leave(run([name, *words], prog=larder))
+    if name != "plan" or (answer := quick_answer(words)) is None:
+        # The libraries of the commands take a second to load.
+        from precompute.__main__ import leave
+        from precompute.__main__ import main as run
+
+        leave(run([name, *words], prog=larder))
+    print(answer)
+    return 0
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
@@ -24,6 +29,8 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
 @functools.cache
 def commands_of(prog: str) -> dict[str, argparse.ArgumentParser]:
     """Parsers of all commands by name."""
+    from precompute.cli.parser import parser_of_commands
+
     (action,) = (
         each
         for each in parser_of_commands(prog)._actions

@@ -245,7 +245,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command.add_argument("--entity", metavar="ID", help="only what was done about this entity")
     command.set_defaults(redis="none")
     command = add("plan", "cli.plan.plan", planning.DESCRIPTION)
-    planning.add_options(command)
+    planning.add_options(command, CommandPlace("cli.card_plan.plan_on_card"))
     command.set_defaults(redis="if running")
     command = add("freshness", "freshness.command.command", freshness.DESCRIPTION)
     freshness.add_options(command)

@@ -7,12 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.model.ranking import Metric
+from precompute.device.cards import CARDS, DEFAULT_CARD
 
-MEASURED_ON = "NVIDIA H200"
-MEASURED_ITEMS = 1_000_000
-MEASURED_K = 100
-MEASURED = {128: 1_088_674, 256: 639_953}
-"""Users per second of the bench `gpu` by dimensions, histories excluded; as `tests/bench/results` has them."""
 _REPEATS = 3
 
 
@@ -25,16 +21,12 @@ class DeviceRate:
 
 
 def by_table(items: int, dims: int, k: int) -> DeviceRate:
-    """Rate of one GPU that was measured: its time for a list grows with the items, and on a line with dimensions.
+    """Rate of one GPU that was measured, for lists of so many items and dimensions.
 
     What another K costs was not measured: it counts for nothing, and `how` says so.
     """
-    (few, slow), (many, fast) = ((each, MEASURED_ITEMS * rate) for each, rate in MEASURED.items())
-    per_dim = (1 / fast - 1 / slow) / (many - few)
-    seconds = items * (1 / slow + per_dim * (dims - few))
-    rate = MEASURED[few]
-    how = f"a table: one {MEASURED_ON} did {rate:,} users/s with {MEASURED_ITEMS:,} items of {few}, K = {MEASURED_K}"
-    return DeviceRate(1 / seconds, how if k == MEASURED_K else f"{how} (not {k})")
+    card = CARDS[DEFAULT_CARD]
+    return DeviceRate(1 / card.list_seconds(items, dims), f"a table: {card.how(k)}")
 
 
 def by_rehearsal(

@@ -4,13 +4,15 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cache.errors import ConfigError
+from precompute.device.cards import CARDS
 
 DESCRIPTION = (
     "what a night and its service would need, from a sample of the real inputs: bytes in Redis, on readers' hosts and "
     "on disk, minutes of scoring and loading, hit rates of L1; refused where the generations of a night at its peak "
-    "would not fit"
+    "would not fit; with --card, only how long lists take on a GPU that was measured, at once and from a table"
 )
 
 
@@ -35,8 +37,29 @@ class PlanParameters:
     items_changed: float | None = None
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of `plan`; what is left out is counted in the inputs."""
+SAMPLE_OPTIONS = (
+    "qps", "processes", "requests", "zipf", "answer_bytes", "gpu_users_per_s", "users_changed", "items_changed",
+    "redis_gb", "redis_nodes", "host_gb", "disk_gb", "sample", "seconds", "data_until", "l1_mb",
+)  # fmt: skip
+"""Options that have no meaning without a sample, and so not with --card."""
+
+
+class _ChooseCard(argparse.Action):
+    """Stores --card, and has another command answer, which needs neither a sample nor Redis."""
+
+    def __call__(
+        self,
+        _parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        _option: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.run, namespace.redis = self.const, "none"
+
+
+def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
+    """Adds the options of `plan`; what is left out is counted in the inputs. `card_command` runs for --card."""
     default = PlanParameters()
     for name, kind, stands_for, text in (
         ("users", int, "N", "users (default: counted)"),
@@ -69,9 +92,31 @@ def add_options(command: argparse.ArgumentParser) -> None:
             default=getattr(default, name.replace("-", "_"), None),
         )  # fmt: skip
     command.add_argument(
+        "--card", metavar="NAME", action=_ChooseCard, const=card_command,
+        help=(f"only the time of lists on a GPU that was measured ({', '.join(sorted(CARDS))}), from a table: with "
+        "--users, and --items and --dims unless the bundle says them"),
+    )  # fmt: skip
+    command.add_argument(
         "--l1-mb", type=int, nargs="+", metavar="MIB", default=list(default.l1_mib),
         help="sizes of L1 per process, in MiB (default 64 256 1024)",
     )  # fmt: skip
+
+
+def demand_card_options(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for an option that --card leaves without a meaning, or without the number of users."""
+    default = PlanParameters()
+    for name in SAMPLE_OPTIONS:
+        unset = list(default.l1_mib) if name == "l1_mb" else getattr(default, name, None)
+        if getattr(arguments, name) != unset:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} does not go with --card, which predicts from a table: leave one of them out",
+                field=name,
+            )
+    if arguments.users is None:
+        raise ConfigError(
+            "--card counts nothing: say with --users how many users get lists", field="users"
+        )
 
 
 def parameters(arguments: argparse.Namespace) -> PlanParameters:

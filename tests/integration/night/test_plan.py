@@ -52,6 +52,45 @@ def plan(config, *options, url=None):
     return shell(*words, *options, environ=environment)
 
 
+def card_plan(config, *options):
+    """`plan --card`, which needs no Redis."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(config.path("."))}
+    return shell("--config", str(settings(config)), "plan", *options, environ=environment)
+
+
+def test_a_plan_on_a_card_takes_the_items_from_the_bundle_and_answers_from_a_table(config):
+    found = card_plan(config, "--card", "h200", "--users", "5000", "--json")
+
+    assert found.returncode == 0, found.stderr
+    told, bundle = (
+        json.loads(found.stdout),
+        json.loads(config.path("bundle/bundle.json").read_text()),
+    )
+    assert told["items"] == bundle["items"]["count"] and told["dims"] == bundle["dims"]
+    assert told["users"] == 5000 and told["topk_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--card", "h9000", "--users", "5"), "no rates of a card 'h9000': measured were"),
+        (("--card", "h200"), "say with --users how many users get lists"),
+        (("--card", "h200", "--users", "5", "--qps", "4"), "--qps does not go with --card"),
+        (("--card", "h200", "--users", "5", "--l1-mb", "8"), "--l1-mb does not go with --card"),
+        (("--card", "h200", "--users", "-5"), "--users is a number above 0"),
+        (
+            ("--card", "h200", "--users", "5", "--bundle", "nowhere"),
+            "--card needs --items and --dims where no bundle says them",
+        ),
+    ],
+)
+def test_a_plan_on_a_card_says_what_it_lacks(config, options, reason):
+    found = card_plan(config, *options)
+
+    assert found.returncode == 1
+    assert reason in " ".join(found.stderr.split())
+
+
 def test_a_plan_foretells_the_bytes_of_the_night_that_follows(config):
     store = config.path("artifacts")
     before = sorted(store.rglob("*"))

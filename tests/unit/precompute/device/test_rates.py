@@ -1,7 +1,5 @@
 """Rates of GPUs that a plan goes by: those that were measured, or what a rehearsal finds."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,33 +8,23 @@ import pytest
 
 from cache.errors import ConfigError
 from cache.topk.compiled import K_MAX
-from precompute.device import rates
+from precompute.device.cards import CARDS, MEASURED_ITEMS
 from precompute.device.rates import DeviceRate, by_rehearsal, by_table
 from precompute.planning import trial
 from precompute.planning.trial import Trial
 from tests.devices import DEVICE
 
-RESULTS = Path(__file__).parents[4] / "tests/bench/results/gpu-h200.json"
-
-
-def test_the_table_is_what_the_bench_found() -> None:
-    found = json.loads(RESULTS.read_text())["figures"]
-
-    assert found["device_name"] == rates.MEASURED_ON
-    assert found["million_items"] == found["million256_items"] == rates.MEASURED_ITEMS
-    measured = {128: found["million_users_per_s"], 256: found["million256_users_per_s"]}
-    assert measured == rates.MEASURED
-
 
 def test_the_table_grows_with_items_and_dimensions() -> None:
-    for dims, measured in rates.MEASURED.items():
-        assert by_table(rates.MEASURED_ITEMS, dims, 100).users_per_s == pytest.approx(measured)
-        assert by_table(rates.MEASURED_ITEMS // 4, dims, 100).users_per_s == pytest.approx(
-            4 * measured
-        )
+    for cost in CARDS["h200"].lists:
+        rate = by_table(MEASURED_ITEMS, cost.dims, 100).users_per_s
+        assert rate == pytest.approx(cost.users_per_s)
+        fewer = by_table(MEASURED_ITEMS // 4, cost.dims, 100).users_per_s
+        assert fewer == pytest.approx(cost.users_per_s / (1 - 0.75 * cost.item_share))
     at = [by_table(1_000_000, dims, 100).users_per_s for dims in (32, 128, 200, 256, 1024)]
     assert at == sorted(at, reverse=True) and min(at) > 0
-    told = "NVIDIA H200 did 1,088,674 users/s with 1,000,000 items of 128, K = 100"
+    measured = f"{CARDS['h200'].lists[0].users_per_s:,}"
+    told = f"NVIDIA H200 did {measured} users/s with 1,000,000 items of 128, K = 100"
     assert by_table(9, 8, 100).how.endswith(told)
     assert by_table(9, 8, 1000).how.endswith(f"{told} (not 1000)")
 
