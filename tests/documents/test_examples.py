@@ -46,7 +46,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[S
         "/etc/larder": str(folder / "etc"),
         "GENERATION": generation,
         "u-00042": "42",  # as the demo calls them
-        " plan --": " plan --seconds 1 --",
+        " plan --qps": " plan --seconds 1 --qps",
+        " plan --users": " plan --seconds 1 --users",
         "deadline_ms=100": "deadline_ms=5000",  # tests share few cores
     }
     with started(environ, folder / "service.log", cwd=folder) as (_, url):
