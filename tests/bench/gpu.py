@@ -9,11 +9,11 @@ are installed and see the GPU; then each stage of the kernels by itself, in micr
 FAISS, cuVS) gets the first 50,000 of the users: it takes longer for each, and has no pipeline that has to fill.
 
 FlashLib searches `million` and `million256` by squared L2 distance in half precision and excludes nothing: the work is
-that of an inner product, the lists are others. `<case>_flashlib` says which of its paths ran (named by us, so it takes no other; it takes
-CuteDSL by itself only up to 20 neighbours on Hopper), and `<case>_flashlib_recall` the share of the exact lists of its
-own distance that it finds. `<case>_tenth_users_per_s` is our rate among a tenth of the items, for the table that
-`plan --card` goes by. LARDER_DEVICE chooses another device than the first GPU; without any, nothing is measured. The
-night on the same device is the bench `night`, its baseline the kernel there.
+that of an inner product, the lists are others. `<case>_flashlib` says which of its paths ran (named by us, so it takes
+no other; it takes CuteDSL by itself only up to 20 neighbours on Hopper), and `<case>_flashlib_recall` the share of the
+exact lists of its own distance that it finds. `<case>_tenth_users_per_s` is our rate among a tenth of the items, for
+the table that `plan --card` goes by. LARDER_DEVICE chooses another device than the first GPU; without any, nothing is
+measured. The night on the same device is the bench `night`, its baseline the kernel there.
 """
 
 import importlib.util
