@@ -32,8 +32,9 @@ from precompute.partitions.shard_files import (
     allow_files,
     kinds_in,
     naming,
+    range_of,
+    ranges_of_a_shard,
     read_stream,
-    shard_of,
     shard_paths,
 )
 from precompute.partitions.shard_input import (
@@ -278,17 +279,18 @@ def _write(
                 hashes, ordinals = hashes_of_names(batch.users, seed, hasher), known
             if row_counts is not None:
                 row_counts.add(hashes[batch.users.codes], batch.times)
-            codes, shards = batch.users.codes, shard_of(hashes, config.shards).astype(np.uint16)
-            ids.write(pa.table([batch.users.names, hashes], schema=IDS), shards)
+            codes, ranges = batch.users.codes, range_of(hashes, config.shards)
+            ids.write(pa.table([batch.users.names, hashes], schema=IDS), ranges)
             placed_rows = [hashes[codes], ordinals, batch.times]
             if config.events.enabled:
                 own = np.zeros(len(codes), np.int64)
                 placed_rows.append(own if batch.positions is None else batch.positions)
-            rows.write(pa.table(placed_rows, schema=schema), shards[codes])
+            rows.write(pa.table(placed_rows, schema=schema), ranges[codes])
             if touched is not None:
-                touched.write(pa.table([hashes], schema=_TOUCHED), shards)
+                touched.write(pa.table([hashes], schema=_TOUCHED), ranges)
     return InteractionCounts(count, without_item, popularity, unknown.all(), newer, row_counts)
 
 
 def _files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:
-    return ShardFiles([folder / f"{shard:04d}.{kind}" for shard in range(shards)], schema)
+    paths = [folder / f"{shard:04d}.{kind}" for shard in range(shards)]
+    return ShardFiles(paths, schema, ranges=ranges_of_a_shard(shards))

@@ -32,6 +32,12 @@ SPARE_FILES = 512
 
 OPEN_MAX = 1 << 20
 
+SHARD_RANGES = 256
+"""Hash ranges in whose order the rows of a shard's batches lie, at most: a slice is then a piece of each batch."""
+
+RANGES_MAX = 1 << 16
+"""Hash ranges of all shards, at most: their numbers are uint16, for which numpy has a radix sort."""
+
 HASH = "xxh3(user)"
 """The column that says whose a row is: the user's hash under the partition's seed."""
 
@@ -47,7 +53,21 @@ def first_hash(shard: int, shards: int) -> int:
 def shard_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.int64]:
     """int64[n]: the shard whose range holds each hash."""
     firsts = np.array([first_hash(shard, shards) for shard in range(shards)], np.uint64)
-    return np.asarray(firsts.searchsorted(hashes, "right") - 1, np.int64)
+    # The upper half of a hash names its range, or the one before it: no search, however many ranges there are.
+    found = ((hashes >> np.uint64(32)) * np.uint64(shards) >> np.uint64(32)).astype(np.int64)
+    after = np.minimum(found + 1, shards - 1)
+    return np.where(hashes >= firsts[after], after, found)
+
+
+def ranges_of_a_shard(shards: int) -> int:
+    """Number of hash ranges of each shard in whose order its rows lie, batch by batch: a power of two."""
+    most = max(1, min(SHARD_RANGES, RANGES_MAX // max(1, shards)))
+    return 1 << (most.bit_length() - 1)
+
+
+def range_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.uint16]:
+    """uint16[n]: the hash range that holds each hash, `ranges_of_a_shard` of which are a shard's."""
+    return shard_of(hashes, shards * ranges_of_a_shard(shards)).astype(np.uint16)
 
 
 def shard_paths(folder: Path, shard: int, kinds: Sequence[str] = KINDS) -> list[Path]:
@@ -106,9 +126,14 @@ def allow_files(count: int) -> None:
 class ShardFiles:
     """Arrow streams, one per hash range, written beside and renamed when all are whole."""
 
-    def __init__(self, paths: Sequence[Path], schema: Any, *, lasting: bool = True) -> None:
-        """`lasting`: on disk before they have their names, since a stream that was cut reads like a whole one."""
-        self._paths, self._lasting = paths, lasting
+    def __init__(
+        self, paths: Sequence[Path], schema: Any, *, lasting: bool = True, ranges: int = 1
+    ) -> None:
+        """`lasting`: on disk before they have their names, since a stream that was cut reads like a whole one.
+
+        Each file holds so many consecutive `ranges` of hashes.
+        """
+        self._paths, self._lasting, self._ranges = paths, lasting, ranges
         # Names of its own: a task that was given up on may still be writing while its retry runs.
         token = secrets.token_hex(4)
         self._besides = [path.with_name(f".{path.name}.{token}.part") for path in paths]
@@ -122,16 +147,20 @@ class ShardFiles:
             self._writers.append(self._stack.enter_context(pa.ipc.new_stream(sink, self._schema)))
         return self
 
-    def write(self, table: Any, shards: NDArray[np.integer]) -> None:
-        """Each row of `table` into the file whose number `shards` gives it; rows of one file keep their order.
+    def write(self, table: Any, numbers: NDArray[np.integer]) -> None:
+        """Each row of `table` into the file of the hash range whose number it has; rows of one range keep their order.
 
         Rows of numbers that have no file are left out.
         """
-        shards = shards.astype(np.uint16, copy=False)  # for which numpy has a radix sort
-        order = np.argsort(shards, kind="stable")
+        numbers = numbers.astype(np.uint16, copy=False)  # for which numpy has a radix sort
+        order = np.argsort(numbers, kind="stable")
         sorted_rows = table.take(pa.array(order))
-        bounds = np.searchsorted(shards[order], np.arange(len(self._paths) + 1, dtype=np.uint16))
-        for writer, start, end in zip(self._writers, bounds[:-1], bounds[1:], strict=True):
+        firsts = np.arange(len(self._paths), dtype=np.int64) * self._ranges
+        lasts = (firsts + self._ranges - 1).astype(np.uint16)
+        numbers = numbers[order]
+        starts = np.searchsorted(numbers, firsts.astype(np.uint16))
+        ends = np.searchsorted(numbers, lasts, "right")
+        for writer, start, end in zip(self._writers, starts, ends, strict=True):
             if end > start:
                 writer.write_table(sorted_rows.slice(start, end - start))
 

@@ -17,7 +17,8 @@ from precompute.partitions.shard_files import (
     HASH,
     USER_VECTORS,
     ShardFiles,
-    shard_of,
+    range_of,
+    ranges_of_a_shard,
     shard_paths,
 )
 from precompute.sources.columns import Ids
@@ -73,7 +74,7 @@ def write_features(
     filled = dict.fromkeys(inputs, 0)
     count = 0
     paths = [path for n in range(config.shards) for path in shard_paths(folder, n, ("features",))]
-    with ShardFiles(paths, schema) as files:
+    with ShardFiles(paths, schema, ranges=ranges_of_a_shard(config.shards)) as files:
         for ids, found in batches:
             count += len(ids)
             found = _shortened(config, ids, found, inputs, unusable)
@@ -84,7 +85,7 @@ def write_features(
             if erased.users:
                 kept = erased.keeps_users(ids)
                 table, hashes = table.filter(pa.array(kept)), hashes[kept]
-            files.write(table, shard_of(hashes, config.shards))
+            files.write(table, range_of(hashes, config.shards))
     for each, rows in filled.items():
         if count and not rows:
             raise SourceError(
@@ -154,7 +155,7 @@ def write_vectors(
     schema = pa.schema([("user", texts), (HASH, pa.uint64()), (VECTOR, numbers)])
     rows_read = used = 0
     paths = [path for n in range(config.shards) for path in shard_paths(folder, n, (USER_VECTORS,))]
-    with ShardFiles(paths, schema) as files:
+    with ShardFiles(paths, schema, ranges=ranges_of_a_shard(config.shards)) as files:
         for ids, values in read_features(
             path, sources.user_column, (column,), source=VECTOR_ROWS, unusable=unusable
         ):
@@ -172,7 +173,7 @@ def write_vectors(
                     ids.texts().filter(pa.array(kept)), hashes,
                     pa.FixedSizeListArray.from_arrays(rows, dims),
                 ], schema=schema),
-                shard_of(hashes, config.shards),
+                range_of(hashes, config.shards),
             )  # fmt: skip
     if not used:
         wanted = f"each is a list of {dims} finite numbers, as the bundle's dimensions"
