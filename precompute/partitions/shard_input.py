@@ -1,9 +1,10 @@
 """Input of one shard: its rows of the partition grouped by entity, a bounded number of rows at a time."""
 
+import mmap
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from precompute.partitions.shard_files import (
     first_hash,
     kinds_in,
     naming,
+    ranges_of_a_shard,
     read_stream,
     shard_paths,
 )
@@ -40,6 +42,12 @@ SLICE_ROWS = 1 << 20
 
 SLICE_BYTES = 256 << 20
 """Bytes of a shard's files that are grouped at once: what bounds a slice of users with many features."""
+
+PIECE_ROWS = 1 << 17
+"""Rows of a shard that are grouped in one go: the columns, and what sorts them, stay in a core's caches."""
+
+PIECE_OF_A_BATCH_ROWS = 512
+"""Rows that a piece takes of each batch, on average at least: below it, handling them costs more than their sort."""
 
 FILES_MAX = 256
 """Files written at once; more slices take two passes."""
@@ -231,12 +239,135 @@ def _count_distinct(hashes: NDArray[np.uint64], marks: NDArray[np.uint64]) -> tu
     return some + int((differ | (marks[1:] != marks[:-1])).sum()), some + int(differ.sum())
 
 
+class MappedStream:
+    """An Arrow stream of one shard, mapped, and where consecutive hash ranges begin in each of its batches."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        stream = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(self._map)))
+        self._schema, self._batches = stream.schema, list(stream)
+        self._starts: list[NDArray[np.int64]] = []
+        self.rows = sum(batch.num_rows for batch in self._batches)
+        self.batches = len(self._batches)
+        self.size_bytes = len(self._map)
+
+    def find_ranges(self, firsts: NDArray[np.uint64], lasts: NDArray[np.uint64]) -> bool:
+        """Find the ranges with these first and last hashes in each batch; False if a batch is in another order."""
+        for batch in self._batches:
+            hashes = np.asarray(batch.column(HASH))
+            starts = np.append(hashes.searchsorted(firsts), len(hashes))
+            filled = np.flatnonzero(starts[1:] > starts[:-1])
+            if len(hashes):
+                at = starts[filled]
+                least, most = np.minimum.reduceat(hashes, at), np.maximum.reduceat(hashes, at)
+                in_order = starts[0] == 0 and (starts[1:] >= starts[:-1]).all()
+                if not (
+                    in_order and (least >= firsts[filled]).all() and (most <= lasts[filled]).all()
+                ):
+                    return False
+            self._starts.append(starts)
+        return True
+
+    def table(self, place: int) -> Any:
+        """The rows of one range, by its place among all: slices of the mapped batches."""
+        pieces = []
+        for batch, starts in zip(self._batches, self._starts, strict=True):
+            start, end = int(starts[place]), int(starts[place + 1])
+            if end > start:
+                pieces.append(batch.slice(start, end - start))
+        return pa.Table.from_batches(pieces, self._schema)
+
+    def let_go(self) -> None:
+        """Unmap what was read, until it is read again: a mapped file counts as this process's memory."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardPieces:
+    """Consecutive hash ranges of one shard, numbered as shards are, each a piece of every batch of its files."""
+
+    numbers: range
+    slices: int
+    """Number of slices that the ranges make, each of about SLICE_ROWS or SLICE_BYTES."""
+    streams: Mapping[str, MappedStream]
+
+    @classmethod
+    def open(cls, folder: Path, shard: int, shards: int) -> "ShardPieces | None":
+        """The pieces of a shard; None where its batches are not in the order of hash ranges, or are too large."""
+        kinds = kinds_in(folder, shard)
+        paths = shard_paths(folder, shard, kinds)
+        streams = {kind: MappedStream(path) for kind, path in zip(kinds, paths, strict=True)}
+        rows = sum(stream.rows for stream in streams.values())
+        size_bytes = sum(stream.size_bytes for stream in streams.values())
+        slices = max(1, -(-rows // SLICE_ROWS), -(-size_bytes // SLICE_BYTES))
+        most = ranges_of_a_shard(shards)
+        if slices > most:
+            return None
+        batches = max(stream.batches for stream in streams.values())
+        wanted = min(rows // PIECE_ROWS, rows // (PIECE_OF_A_BATCH_ROWS * max(1, batches)))
+        count = min(most, 1 << (max(slices, wanted) - 1).bit_length())
+        slices = -(-count // max(1, count // slices))
+        numbers, total = range(shard * count, (shard + 1) * count), shards * count
+        firsts = np.array([first_hash(number, total) for number in numbers], np.uint64)
+        lasts = np.array([first_hash(number + 1, total) - 1 for number in numbers], np.uint64)
+        if not all(stream.find_ranges(firsts, lasts) for stream in streams.values()):
+            return None
+        return cls(numbers, slices, streams)
+
+    def tables(self, number: int) -> dict[str, Any]:
+        """The rows of one range, an Arrow table for each kind of file."""
+        place = number - self.numbers.start
+        return {kind: stream.table(place) for kind, stream in self.streams.items()}
+
+    def let_go(self) -> None:
+        """Unmap what was read of all files."""
+        for stream in self.streams.values():
+            stream.let_go()
+
+
 def read_shard(
     folder: Path, shard: int, *, history_limit: int, answers_without_history: bool = False
 ) -> ShardInput:
     """Group a shard's rows by entity: known items only, each once (its latest place)."""
     kinds = kinds_in(folder, shard)
-    rows, ids, *others = map(read_stream, shard_paths(folder, shard, kinds))
+    paths = shard_paths(folder, shard, kinds)
+    return group_rows(
+        {kind: read_stream(path) for kind, path in zip(kinds, paths, strict=True)},
+        history_limit=history_limit,
+        answers_without_history=answers_without_history,
+    )
+
+
+def joined(parts: Sequence[ShardInput]) -> ShardInput:
+    """Entities of several parts, one part after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    lengths = np.concatenate([np.diff(part.indptr) for part in parts])
+    vectors = [part.vectors for part in parts if part.vectors is not None]
+    times = [part.times for part in parts if part.times is not None]
+    return ShardInput(
+        ids=pa.concat_arrays([part.ids for part in parts]),
+        hashes=np.concatenate([part.hashes for part in parts]),
+        indptr=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+        ordinals=np.concatenate([part.ordinals for part in parts]),
+        features={
+            name: pa.concat_arrays([part.features[name] for part in parts])
+            for name in parts[0].features
+        },
+        history_limit=parts[0].history_limit,
+        vectors=np.concatenate(vectors) if vectors else None,
+        times=np.concatenate(times) if times else None,
+        answers_without_history=parts[0].answers_without_history,
+    )
+
+
+def group_rows(
+    tables: Mapping[str, Any], *, history_limit: int, answers_without_history: bool = False
+) -> ShardInput:
+    """Entities of a hash range, from the Arrow tables of its kinds of files: known items only, each once."""
+    kinds = tuple(tables)
+    rows, ids, *others = tables.values()
     named = pa.concat_tables([ids, *(each.select(ids.column_names) for each in others)])
     features = others[0]
     hashes, one_of = distinct(np.asarray(named.column(HASH)))

@@ -25,7 +25,7 @@ from precompute.partitions.shard_files import (
     read_stream,
     shard_paths,
 )
-from precompute.partitions.shard_input import ShardInput, scratch_folder, slice_shard
+from precompute.partitions.shard_input import ShardInput, joined, scratch_folder, slice_shard
 from precompute.partitions.user_tables import VECTOR
 from precompute.sources.columns import text_hashes
 
@@ -136,12 +136,12 @@ def sample_users(
                 )
             )
     starts = np.cumsum([0, *(len(part.positions) for part in parts)])
-    users = _joined([part.users for part in parts])
+    users = joined([part.users for part in parts])
     lacking: Counter[str] = Counter()
     for part in parts:
         lacking.update(part.without_record)
     return UserSample(
-        replace(users, answers_without_history=answers_without_history),
+        replace(users, times=None, answers_without_history=answers_without_history),
         np.concatenate([part.positions for part in parts]),
         np.concatenate([part.last for part in parts]),
         {
@@ -283,21 +283,3 @@ def _vectors(users: ShardInput, given: Any) -> NDArray[np.float32]:
         if at >= 0:
             found[row] = given.column(VECTOR)[at].as_py()
     return found
-
-
-def _joined(parts: list[ShardInput]) -> ShardInput:
-    lengths = np.concatenate([np.diff(part.indptr) for part in parts])
-    return ShardInput(
-        ids=pa.concat_arrays([part.ids for part in parts]),
-        hashes=np.concatenate([part.hashes for part in parts]),
-        indptr=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
-        ordinals=np.concatenate([part.ordinals for part in parts]),
-        features={
-            name: pa.concat_arrays([part.features[name] for part in parts])
-            for name in parts[0].features
-        },
-        history_limit=parts[0].history_limit,
-        vectors=None
-        if parts[0].vectors is None
-        else np.concatenate([part.vectors for part in parts if part.vectors is not None]),
-    )

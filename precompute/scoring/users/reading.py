@@ -1,12 +1,12 @@
 """Reading the users of a shard: slice by slice, into chunks of who is computed and who is copied."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +17,17 @@ from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.bulk.headroom import demand_disk
 from precompute.partitions.shard_files import PARTITION, first_hash
-from precompute.partitions.shard_input import ShardInput, read_shard, slice_shard, users_alone
+from precompute.partitions.shard_input import (
+    ShardInput,
+    ShardPieces,
+    group_rows,
+    joined,
+    read_shard,
+    slice_shard,
+    users_alone,
+)
 from precompute.reuse.copied import Copied, Decisions
-from precompute.reuse.digests import of_users
+from precompute.reuse.digests import Digests, of_users
 from precompute.scoring.inputs import computes_featured, inputs_of
 from precompute.scoring.tables import GrowingFile
 from precompute.scoring.users.chunk import Chunk
@@ -28,45 +36,75 @@ from precompute.scoring.users.work import ShardWork
 
 Read = TypeVar("Read")
 
-CORES_OF_A_READER, READERS_MOST = 4, 4
-"""Slices of a shard are read at once by at most so many, of whom each stands for so many cores of the host."""
+CORES_OF_A_READER, READERS_MOST, READ_AHEAD = 3, 5, 3
+"""A shard is read by at most so many, each of whom stands for so many cores of the host and is so many pieces ahead."""
 
 
-def inputs(work: ShardWork, scratch: Path) -> Iterator[tuple[ShardInput, range, int]]:
-    """Each slice of the shard with its hashes, and how many of all slices come after it.
+class Slice(NamedTuple):
+    """Users of one slice of a shard with their digests, the hashes that it spans, and how many slices come after it."""
 
-    With a base, perhaps only of the users whose inputs have to be looked at.
-    """
+    entities: ShardInput
+    digests: Digests
+    hashes: range
+    left: int
+
+
+def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
+    """Each slice of the shard, in hash order; with a base perhaps only its users whose inputs have to be looked at."""
     config, folder = work.build.config, work.build.root / PARTITION
     if work.reuse is not None and work.reuse.touched is not None:
         folder = users_alone(folder, work.number, work.reuse.touched, scratch)
-    slices = slice_shard(folder, work.number, config.shards, scratch)
-    count = config.shards * len(slices.numbers)
-    read = partial(
-        read_shard,
-        slices.folder,
-        history_limit=config.history_limit,
-        answers_without_history=computes_featured(work.build),
-    )
-    for number, found in zip(slices.numbers, _in_order(read, slices.numbers), strict=True):
-        hashes = range(first_hash(number, count), first_hash(number + 1, count))
-        yield found, hashes, slices.numbers.stop - number - 1
+    pieces = ShardPieces.open(folder, work.number, config.shards)
+    if pieces is None:
+        slices = slice_shard(folder, work.number, config.shards, scratch)
+        folder, numbers, count = slices.folder, slices.numbers, len(slices.numbers)
+    else:
+        numbers, count = pieces.numbers, pieces.slices
+    options = {
+        "history_limit": config.history_limit,
+        "answers_without_history": computes_featured(work.build),
+    }
+    item_hashes = work.items.directory.hashes()
+
+    def read(number: int) -> tuple[ShardInput, Digests]:
+        if pieces is None:
+            entities = read_shard(folder, number, **options)
+        else:
+            entities = group_rows(pieces.tables(number), **options)
+        return entities, of_users(entities, item_hashes)
+
+    total = config.shards * len(numbers)
+    with closing(_in_order(read, numbers)) as found:
+        for place in range(count):
+            start, end = (numbers.start + len(numbers) * at // count for at in (place, place + 1))
+            parts = list(islice(found, end - start))
+            entities = joined([part for part, _ in parts])
+            digests = np.concatenate([digests for _, digests in parts])
+            del parts
+            if pieces is not None:
+                pieces.let_go()
+            hashes = range(first_hash(start, total), first_hash(end, total))
+            yield Slice(entities, digests, hashes, count - place - 1)
+            del entities, digests  # kept by nobody here, however long they are used
 
 
-def _in_order(read: Callable[[int], Read], numbers: range) -> Iterator[Read]:
-    """Slices in their order: on a host of few cores each is read when it is asked for, on others some ahead."""
+def _in_order(read: Callable[[int], Read], numbers: range) -> Generator[Read]:
+    """Pieces in their order: on a host of few cores each is read when it is asked for, on others some ahead."""
     readers = min(READERS_MOST, usable_cores() // CORES_OF_A_READER)
     if readers < 2:
         yield from map(read, numbers)
         return
     with ThreadPoolExecutor(readers, "read") as pool:
         left = iter(numbers)
-        asked = deque(pool.submit(read, number) for number in islice(left, readers))
-        while asked:
-            found = asked.popleft().result()
-            asked.extend(pool.submit(read, number) for number in islice(left, 1))
-            yield found
-            del found  # kept by nobody here, however long it is used
+        asked = deque(pool.submit(read, number) for number in islice(left, readers * READ_AHEAD))
+        try:
+            while asked:
+                found = asked.popleft().result()
+                asked.extend(pool.submit(read, number) for number in islice(left, 1))
+                yield found
+                del found  # kept by nobody here, however long it is used
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None) -> Iterator[Chunk]:
@@ -76,9 +114,8 @@ def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None)
     answers by features alone. An unusable feature costs the tables of the models that want it. Where events are taken
     in, a user with any history is there, even without an answer. Digests of the inputs go into `pairs`.
     """
-    item_hashes, before = work.items.directory.hashes(), 0
-    for done, (entities, hashes, left) in enumerate(inputs(work, scratch), 1):
-        digests = of_users(entities, item_hashes)
+    before = 0
+    for done, (entities, digests, hashes, left) in enumerate(slices_of(work, scratch), 1):
         asked = Decisions.everybody(entities, digests)
         if work.reuse is not None:
             asked = work.reuse.ask(entities, digests, hashes)
