@@ -1,11 +1,17 @@
-"""Stages of a stream that overlap: each runs in a thread of its own, a bounded number of values ahead of the next."""
+"""Stages of a stream that overlap: each runs in threads of its own, a bounded number of values ahead of the next."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 Value = TypeVar("Value")
+Result = TypeVar("Result")
+
+
+def _once(function: Callable[[Value], Result], values: list[Value]) -> list[Result]:
+    """A list of the one result, for whoever wants it to take it out; the one value is taken out of its list."""
+    return [function(values.pop())]
 
 
 class Stages:
@@ -25,7 +31,7 @@ class Stages:
         for thread, _values in self._stages:
             thread.shutdown(wait=False, cancel_futures=True)
         for thread, values in self._stages:
-            thread.shutdown()
+            thread.shutdown(cancel_futures=True)
             if hasattr(values, "close"):
                 values.close()
 
@@ -36,6 +42,28 @@ class Stages:
         # One more than wait: the one in the making.
         asked = deque(thread.submit(self._next, left) for _ in range(depth + 1))
         return self._drain(thread, left, asked)
+
+    def each(
+        self, function: Callable[[Value], Result], values: Iterable[Value], *, workers: int
+    ) -> Iterator[Result]:
+        """Yields `function` of each value, in their order, computed by so many threads.
+
+        At most as many results as there are threads wait or are in the making, beside the one that is used.
+        """
+        if workers == 1:
+            return self.ahead(map(function, values))
+        pool = ThreadPoolExecutor(workers)
+
+        def results() -> Iterator[Future[list[Result]]]:
+            for value in values:
+                future = pool.submit(_once, function, [value])
+                del value  # kept by nobody here, however long it is worked on
+                yield future
+                del future
+
+        futures = self.ahead(results(), depth=workers - 1)
+        self._stages.append((pool, None))  # after the thread that submits to it
+        return (future.result().pop() for future in futures)
 
     @staticmethod
     def _next(left: Iterator[Value]) -> list[Value]:

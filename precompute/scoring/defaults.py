@@ -170,6 +170,6 @@ def _write_facet(
             )
             marks = fingerprints([raws[row] for row in some.tolist()])
             file.append(encode_topk(layout, marks, found, numbers, at))
-    table = described(build, pages, len(raws))
+    table = described(build, file)
     build.finish(directory, *(table[kind]["path"] for kind in ("file", "sums")))
     return {"seed": seed, "directory": asdict(build.describe(directory)), "table": table}

@@ -159,7 +159,7 @@ def score_items(
                 copied += taken
                 pages.append(records)
                 progress(f"{name} shard {shard}", int(rows[-1]) + 1 - start, end - start)
-        found[name] = described(build, file, end - start)
+        found[name] = described(build, pages)
     return {
         "scored": end - start,
         "copied": copied,

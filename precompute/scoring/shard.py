@@ -21,7 +21,7 @@ from precompute.partitions.item_features import ItemFeatures
 from precompute.reuse.base import Base
 from precompute.reuse.items import KeptVectors
 from precompute.scoring.inputs import bind
-from precompute.scoring.tables import sums_path
+from precompute.scoring.tables import PageFile, sums_path
 from precompute.scoring.towers import open_tower, run_named
 
 CHUNK = 16_384
@@ -149,12 +149,12 @@ def item_inputs(
     return bind(spec, features=values, index=items.to_model(Ordinals(rows))), usable
 
 
-def described(build: Build, file: str, count: int) -> dict[str, Any]:
-    """Manifest entries of a page file and its checksums."""
-    sums = str(sums_path(build.root / file).relative_to(build.root))
+def described(build: Build, pages: PageFile) -> dict[str, Any]:
+    """Manifest entries of a finished page file of the build and its checksums."""
+    file, sums = (str(path.relative_to(build.root)) for path in (pages.path, sums_path(pages.path)))
     return {
-        "count": count,
-        "file": asdict(build.describe(file)),
+        "count": pages.count,
+        "file": asdict(pages.describe(file)),
         "sums": asdict(build.describe(sums)),
     }
 

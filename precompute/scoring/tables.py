@@ -1,7 +1,10 @@
 """Writing tables: records in hash order become pages in one file per shard, streamed and checksummed."""
 
+import hashlib
 import os
 import secrets
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -10,9 +13,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from cache.format.manifest_files import Artefact
 from cache.format.records.layout import Layout
 from cache.store.artefacts import disk_errors, sync_folder, write_atomically
 from precompute.builds.tables import records_per_page
+
+BEHIND = 2
+"""Pieces of a page file that wait for their checksums at most."""
 
 
 class GrowingFile:
@@ -57,7 +64,8 @@ class PageFile(GrowingFile):
     """All pages of one shard of one table.
 
     A page is a slice of the file: records are appended back to back, and every `records_per_page` of them a
-    checksum (xxh3-64) is kept for the `.sums` file.
+    checksum (xxh3-64) is kept for the `.sums` file. Threads behind the writer compute the checksums of pages and of the
+    file, and have the disk write what there is; they keep at most BEHIND pieces.
     """
 
     def __init__(self, path: Path, layout: Layout, page_bytes: int) -> None:
@@ -67,12 +75,38 @@ class PageFile(GrowingFile):
         self._page_bytes = records_per_page(layout, page_bytes) * layout.size_bytes
         self._sums: list[int] = []
         self._tail = bytearray()
+        self._sha256 = hashlib.sha256()
+        self._size_bytes = 0
+        self._summing, self._syncing = ThreadPoolExecutor(1, "sums"), ThreadPoolExecutor(1, "sync")
+        self._unsummed: deque[Future[None]] = deque()
+        self._synced: Future[None] | None = None
 
     def append(self, records: NDArray[Any]) -> None:
-        """Add records (dtype of the layout) in hash order."""
+        """Add records (dtype of the layout) in hash order; they must not change afterwards."""
         self.count += len(records)
         data = np.ascontiguousarray(records).view(np.uint8).data
         self.write(data)
+        self._size_bytes += len(data)
+        while len(self._unsummed) >= BEHIND:
+            self._unsummed.popleft().result()
+        self._unsummed.append(self._summing.submit(self._add_to_sums, data))
+        if self._synced is None or self._synced.done():
+            self._demand_synced()
+            # Left to the end, the disk would begin to write when the last record is there.
+            self._synced = self._syncing.submit(os.fdatasync, self._file.fileno())
+
+    def _demand_synced(self) -> None:
+        """Raises StoreError where the disk did not take what it was given: it says so once."""
+        if self._synced is not None:
+            with disk_errors(self.path):
+                self._synced.result()
+
+    def describe(self, name: str) -> Artefact:
+        """Manifest entry of the finished file under this name, of the bytes that were written."""
+        return Artefact(name, self._size_bytes, self._sha256.hexdigest())
+
+    def _add_to_sums(self, data: memoryview) -> None:
+        self._sha256.update(data)
         start = min(-len(self._tail) % self._page_bytes, len(data))  # where the page under way ends
         self._tail += data[:start]
         if len(self._tail) == self._page_bytes:
@@ -84,11 +118,23 @@ class PageFile(GrowingFile):
         self._tail += data[start:]
 
     def __exit__(self, kind: object, *_: object) -> None:
-        super().__exit__(kind)
-        if kind is None:
-            if self._tail:
-                self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
-            write_atomically(sums_path(self.path), np.array(self._sums, "<u8").tobytes())
+        # Nobody may use the file's descriptor once it is closed.
+        for pool in (self._summing, self._syncing):
+            pool.shutdown(cancel_futures=kind is not None)
+        if kind is not None:
+            super().__exit__(kind)
+            return
+        try:
+            self._demand_synced()
+            while self._unsummed:
+                self._unsummed.popleft().result()
+        except BaseException as error:
+            super().__exit__(type(error))
+            raise
+        super().__exit__(None)
+        if self._tail:
+            self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
+        write_atomically(sums_path(self.path), np.array(self._sums, "<u8").tobytes())
 
 
 def sums_path(pages: Path) -> Path:

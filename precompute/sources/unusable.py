@@ -109,6 +109,15 @@ class Unusable:
             taken |= rows
         return taken
 
+    def take_in(self, report: Mapping[str, Any]) -> None:
+        """Adds what a `to_json` counts."""
+        for source, counted in report.items():
+            self.looked_at(source, counted["rows"])
+            for text in counted.get("remarks", ()):
+                self.remark(source, text)
+            for reason, found in counted["reasons"].items():
+                self.note(source, reason, found["rows"], found["cases"])
+
     def remark(self, source: str, text: str) -> None:
         """Notes a sentence on how the rows of a source were read, each once."""
         with self._lock:
@@ -155,12 +164,7 @@ def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Several `to_json` as one."""
     whole = Unusable()
     for report in reports:
-        for source, each in report.items():
-            whole.looked_at(source, each["rows"])
-            for text in each.get("remarks", ()):
-                whole.remark(source, text)
-            for reason, found in each["reasons"].items():
-                whole.note(source, reason, found["rows"], found["cases"])
+        whole.take_in(report)
     return whole.to_json()
 
 

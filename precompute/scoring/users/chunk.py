@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories
 from cache.topk.flat import Top
 from precompute.reuse.copied import Copied
-from precompute.sources.unusable import Case
+from precompute.sources.unusable import Case, Unusable
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +45,12 @@ class Chunk:
     answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
     """Users whose output of each model is finite."""
     lists: dict[str, Top] = field(default_factory=dict)
+    records: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Records of all users of the chunk's range by table, copied ones among them, in hash order."""
+    short: int = 0
+    """Lists with fewer items than they could have."""
+    unusable: Unusable = field(default_factory=Unusable)
+    """Rows that cannot be used: chunks are worked on side by side, and reports name the first in hash order."""
 
     def case(self, row: int) -> Case:
         """Name of a user as a report gives it."""

@@ -36,8 +36,11 @@ from precompute.scoring.users.work import ShardWork
 
 Read = TypeVar("Read")
 
-CORES_OF_A_READER, READERS_MOST, READ_AHEAD = 3, 5, 3
-"""A shard is read by at most so many, each of whom stands for so many cores of the host and is so many pieces ahead."""
+CORES_OF_A_READER, READERS_MOST = 3, 5
+"""A shard is read by at most so many threads, each of which stands for so many cores of the host."""
+
+PIECES_AHEAD = 3
+"""Pieces of a shard under way, or waiting, for each reader; of slices, which are larger, there is one."""
 
 
 class Slice(NamedTuple):
@@ -74,7 +77,8 @@ def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
         return entities, of_users(entities, item_hashes)
 
     total = config.shards * len(numbers)
-    with closing(_in_order(read, numbers)) as found:
+    ahead = 1 if pieces is None else PIECES_AHEAD
+    with closing(_in_order(read, numbers, ahead)) as found:
         for place in range(count):
             start, end = (numbers.start + len(numbers) * at // count for at in (place, place + 1))
             parts = list(islice(found, end - start))
@@ -88,15 +92,18 @@ def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
             del entities, digests  # kept by nobody here, however long they are used
 
 
-def _in_order(read: Callable[[int], Read], numbers: range) -> Generator[Read]:
-    """Pieces in their order: on a host of few cores each is read when it is asked for, on others some ahead."""
+def _in_order(read: Callable[[int], Read], numbers: range, ahead: int = 1) -> Generator[Read]:
+    """Values of a shard's parts in their order: on a host of few cores each is read when it is asked for.
+
+    On others there are several readers, and as many parts for each under way, or waiting, as it may be `ahead`.
+    """
     readers = min(READERS_MOST, usable_cores() // CORES_OF_A_READER)
     if readers < 2:
         yield from map(read, numbers)
         return
     with ThreadPoolExecutor(readers, "read") as pool:
         left = iter(numbers)
-        asked = deque(pool.submit(read, number) for number in islice(left, readers * READ_AHEAD))
+        asked = deque(pool.submit(read, number) for number in islice(left, readers * ahead))
         try:
             while asked:
                 found = asked.popleft().result()

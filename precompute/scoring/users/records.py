@@ -17,6 +17,16 @@ from precompute.scoring.users.work import ShardWork
 from precompute.sources.unusable import UNFIT
 
 
+def add_records(work: ShardWork, chunk: Chunk) -> Chunk:
+    """Adds the records of each table to a chunk; its outputs and lists are dropped, nothing needs them after."""
+    with work.busy("write"):
+        for name, table in work.tables.items():
+            own = own_records(work, name, table, chunk)
+            chunk.records[name] = _with_copies(work, name, chunk, own)
+    chunk.outputs, chunk.lists = {}, {}
+    return chunk
+
+
 def write(
     work: ShardWork,
     chunk: Chunk,
@@ -24,12 +34,14 @@ def write(
     directory: GrowingFile,
     reasons: GrowingFile | None,
 ) -> None:
-    """Writes a chunk as records, in hash order, those that are copied among them, and the reasons."""
-    for name, table in work.tables.items():
-        files[name].append(_with_copies(work, name, chunk, own_records(work, name, table, chunk)))
+    """Writes the records of a chunk and the reasons, in hash order; counts what the chunk noted."""
+    for name in work.tables:
+        files[name].append(chunk.records.pop(name))
     copied = chunk.copied
     directory.write(copied.hashes.astype("<u8").tobytes())
+    work.unusable.take_in(chunk.unusable.to_json())
     work.counts["scored"] += len(copied.hashes)
+    work.counts["short"] += chunk.short
     why = copied.reasons()
     for number, name in enumerate(REASONS):
         work.counts[name] += int((why == number).sum())
@@ -49,17 +61,17 @@ def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) ->
         if name not in work.allowed:  # under a filter lists are short, and a gate knows how short
             possible = np.minimum(table.k, work.items.count - np.diff(chunk.seen.indptr))
             is_short = (found[0] != NO_ITEM).sum(axis=1) < possible
-            work.counts["short"] += int((is_short & has_answer).sum())
+            chunk.short += int((is_short & has_answer).sum())
     at = cut_of(work.build.generation)
     records, unfit = encode(work.layouts[name], chunk.marks, found, has_answer, at)
     if unfit.any():
         of_events = work.are_set_by_events(chunk)
-        work.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case, of_events)
+        chunk.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case, of_events)
     if table.kind != "user_topk" and work.reuse is not None and name in work.reuse.kept.tables:
         rows = np.flatnonzero(chunk.copied.same >= 0)
         records[rows] = work.reuse.records(name, chunk.copied.same[rows], at)
         has_answer = has_answer | (chunk.copied.same >= 0)
-    work.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
+    chunk.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
     return records
 
 
@@ -69,7 +81,7 @@ def _with_copies(work: ShardWork, name: str, chunk: Chunk, own: NDArray[Any]) ->
     others = copied.others
     if work.reuse is None or not len(others):
         return own
-    work.unusable.looked_at(f"records of {name}", len(others))
+    chunk.unusable.looked_at(f"records of {name}", len(others))
     at = cut_of(work.build.generation)
     if len(others) == len(copied.hashes):
         return work.reuse.records(name, copied.places, at)

@@ -3,6 +3,7 @@
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from precompute.builds.build import Build
@@ -19,7 +20,7 @@ from precompute.scoring.shard import Scorers, described
 from precompute.scoring.tables import GrowingFile, PageFile
 from precompute.scoring.users.published import write_inputs
 from precompute.scoring.users.reading import read_users
-from precompute.scoring.users.records import write
+from precompute.scoring.users.records import add_records, write
 from precompute.scoring.users.work import ShardWork
 
 
@@ -54,12 +55,12 @@ def score_users(
             reasons = stack.enter_context(GrowingFile(build.path(reasons_file(shard))))
         stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
         read = stages.ahead(work.counted("read", read_users(work, scratch, pairs)))
-        encoded = stages.ahead(work.encoded(read))
-        for chunk in stages.ahead(work.scored(encoded)):
-            with work.busy("write"):
-                write(work, chunk, files, directory, reasons)
-                if seen:
-                    write_inputs(work, chunk, seen)
+        encoded = stages.each(work.encode, work.opened(read), workers=work.workers)
+        scored = stages.ahead(work.scored(encoded))
+        for chunk in stages.each(partial(add_records, work), scored, workers=work.workers):
+            write(work, chunk, files, directory, reasons)
+            if seen:
+                write_inputs(work, chunk, seen)
             progress(f"score shard {shard}", chunk.entities, chunk.total)
     count = work.counts["scored"]
     return {
@@ -73,5 +74,5 @@ def score_users(
         "directory": asdict(build.describe(place)),
         "inputs": asdict(build.describe(inputs)),
         "seen": [asdict(build.describe(each)) for each in work.seen_files.values()],
-        "tables": {name: described(build, work.pages(name), count) for name in work.tables},
+        "tables": {name: described(build, file) for name, file in files.items()},
     }

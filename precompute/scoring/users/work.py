@@ -1,9 +1,10 @@
 """Work on the users of one shard: what all its chunks share, and the stages that compute: towers, then lists."""
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from cache.format.ids import FINGERPRINT_SEED
 from cache.format.item_table import ItemTable
 from cache.format.records.layout import NO_ITEM, Layout
 from cache.model.tower import AnyTower
+from cache.process.host import usable_cores
 from cache.topk.flat import Top
 from cache.topk.topk import AnyScorer
 from precompute.builds.build import Build, fetch_partition
@@ -36,6 +38,10 @@ CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
 CHUNK_BYTES = 32 << 20
 """Bytes that the results of a chunk may take on the processor; seven chunks are under way at most."""
+CORES_OF_A_WORKER, WORKERS_MOST = 5, 4
+"""A stage whose chunks are worked on side by side has at most so many threads, each for so many cores of the host."""
+SIDE_BY_SIDE = ("tower", "write")
+"""Stages of several threads."""
 ON_DEVICE = 4
 """Chunks of a device are so many times larger, in users and bytes: it is idle before a chunk's first product and after
 its last."""
@@ -60,6 +66,8 @@ class ShardWork:
     """Items that the lists of some tables are of, bool [items]; all of them where a table is not named."""
     reuse: ShardReuse | None = None
     """Records of the base that may be copied; None: all are computed."""
+    noting: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that adds to `seconds`."""
 
     @classmethod
     def of(
@@ -109,10 +117,18 @@ class ShardWork:
 
     @contextmanager
     def busy(self, stage: str) -> Iterator[None]:
-        """Adds up the time that a stage takes; each runs in one thread."""
+        """Adds up the time that a stage takes, of several threads their mean: what it would take without the others."""
         started = time.perf_counter()
         yield
-        self.seconds[stage] += time.perf_counter() - started
+        seconds = (time.perf_counter() - started) / (self.workers if stage in SIDE_BY_SIDE else 1)
+        with self.noting:
+            self.seconds[stage] += seconds
+
+    @property
+    def workers(self) -> int:
+        """Number of threads that run the towers on this shard's chunks side by side, and of those that make records."""
+        cores = self.build.config.threads or usable_cores()
+        return max(1, min(WORKERS_MOST, cores // CORES_OF_A_WORKER))
 
     def counted(self, stage: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """The chunks; the time that each takes to come is that stage's."""
@@ -129,10 +145,10 @@ class ShardWork:
         """Bytes of one user's records."""
         return sum(each.size_bytes for each in self.layouts.values())
 
-    def encoded(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """Chunks with the outputs of the towers, which are opened while the first chunk is read."""
+    def opened(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """The chunks; the towers are opened while the first one is read."""
         self._towers()
-        yield from map(self.encode, chunks)
+        yield from chunks
 
     def encode(self, chunk: Chunk) -> Chunk:
         """Adds the outputs of the towers to a chunk; its features are dropped, nothing needs them after."""
@@ -167,7 +183,7 @@ class ShardWork:
         stays[rows[~enters]] = True
         for name in self.models:
             if name != "user_tower":
-                self.unusable.looked_at(f"outputs of {name}", int(stays.sum()))
+                chunk.unusable.looked_at(f"outputs of {name}", int(stays.sum()))
         chunk.stay(stays)
 
     def _outputs(self, chunk: Chunk, name: str, wanted: NDArray[np.bool_]) -> NDArray[np.float32]:
@@ -189,11 +205,11 @@ class ShardWork:
                 taken = chunk.histories.take(rows)
                 inputs = bind(tower.spec, histories=taken, features=some)
                 found[rows] = run_named(tower, inputs, named)
-        self.unusable.looked_at(f"outputs of {name}", int((chunk.usable[name]).sum()))
+        chunk.unusable.looked_at(f"outputs of {name}", int((chunk.usable[name]).sum()))
         chunk.answered[name] = finite_rows(found)
         if (bad := ~chunk.answered[name] & usable).any():
             of_events = self.are_set_by_events(chunk)
-            self.unusable.note_rows(f"outputs of {name}", {NOT_FINITE: bad}, chunk.case, of_events)
+            chunk.unusable.note_rows(f"outputs of {name}", {NOT_FINITE: bad}, chunk.case, of_events)
         return found
 
     def are_set_by_events(self, chunk: Chunk) -> NDArray[np.bool_]:

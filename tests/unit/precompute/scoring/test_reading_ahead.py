@@ -10,8 +10,9 @@ from precompute.scoring.users import reading, work
 from precompute.scoring.users.work import ShardWork
 
 
+@pytest.mark.parametrize("per_reader", [1, 3])
 @pytest.mark.parametrize("cores", [2, 16, 64])
-def test_slices_come_in_their_order_and_few_are_read_ahead(monkeypatch, cores):
+def test_slices_come_in_their_order_and_few_are_read_ahead(monkeypatch, cores, per_reader):
     monkeypatch.setattr(reading, "usable_cores", lambda: cores)
     begun, lock, ahead = [], threading.Lock(), []
 
@@ -21,12 +22,12 @@ def test_slices_come_in_their_order_and_few_are_read_ahead(monkeypatch, cores):
         return number * 10
 
     found = []
-    for value in reading._in_order(read, range(3, 23)):
+    for value in reading._in_order(read, range(3, 23), per_reader):
         found.append(value)
         ahead.append(len(begun) - len(found))
 
     assert found == [number * 10 for number in range(3, 23)]
-    assert max(ahead) <= (reading.READERS_MOST if cores >= 8 else 0)
+    assert max(ahead) <= (per_reader * reading.READERS_MOST if cores >= 8 else 0)
 
 
 def test_several_slices_are_read_at_once(monkeypatch):
@@ -37,7 +38,8 @@ def test_several_slices_are_read_at_once(monkeypatch):
         together.wait()  # ends only if as many others read
         return number
 
-    assert [*reading._in_order(read, range(8))] == [*range(8)]
+    numbers = range(2 * reading.READERS_MOST)
+    assert [*reading._in_order(read, numbers)] == [*numbers]
 
 
 @pytest.mark.parametrize("cores", [2, 16])
