@@ -5,6 +5,7 @@ from typing import Final
 
 from precompute.partitions.shard_input import COUNTED_ROWS, SLICE_BYTES, SLICE_ROWS
 from precompute.planning.sizes import HASH_BYTES, NUMBER_BYTES, Shape
+from precompute.scoring.users.work import CHUNK_BYTES, CHUNKS_MOST
 from precompute.sources.formats import BATCH_ROWS
 from precompute.sources.readers import BATCH_BYTES
 
@@ -17,8 +18,8 @@ ROW_BYTES: Final = 150
 COUNTED_BYTES: Final = 64
 """Bytes of a row whose user is counted: hashes, marks and their orders."""
 
-CHUNKS_BYTES: Final = 7 * (32 << 20)
-"""Results of scoring under way."""
+CHUNKS_BYTES: Final = CHUNKS_MOST * CHUNK_BYTES
+"""Results of scoring under way, on a host of many cores."""
 
 TILE_BYTES: Final = 256 << 20
 """Scores, keys and copies of one tile of items against all queries."""

@@ -19,7 +19,7 @@ from precompute.sources.unusable import UNFIT
 
 def add_records(work: ShardWork, chunk: Chunk) -> Chunk:
     """Adds the records of each table to a chunk; its outputs and lists are dropped, nothing needs them after."""
-    with work.busy("write"):
+    with work.busy("records"):
         for name, table in work.tables.items():
             own = own_records(work, name, table, chunk)
             chunk.records[name] = _with_copies(work, name, chunk, own)

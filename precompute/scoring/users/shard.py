@@ -58,9 +58,10 @@ def score_users(
         encoded = stages.each(work.encode, work.opened(read), workers=work.workers)
         scored = stages.ahead(work.scored(encoded))
         for chunk in stages.each(partial(add_records, work), scored, workers=work.workers):
-            write(work, chunk, files, directory, reasons)
-            if seen:
-                write_inputs(work, chunk, seen)
+            with work.busy("write"):
+                write(work, chunk, files, directory, reasons)
+                if seen:
+                    write_inputs(work, chunk, seen)
             progress(f"score shard {shard}", chunk.entities, chunk.total)
     count = work.counts["scored"]
     return {

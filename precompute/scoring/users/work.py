@@ -37,10 +37,13 @@ from precompute.sources.unusable import NOT_FINITE, Unusable
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
 CHUNK_BYTES = 32 << 20
-"""Bytes that the results of a chunk may take on the processor; seven chunks are under way at most."""
+"""Bytes that the results of a chunk may take on the processor."""
 CORES_OF_A_WORKER, WORKERS_MOST = 5, 4
 """A stage whose chunks are worked on side by side has at most so many threads, each for so many cores of the host."""
-SIDE_BY_SIDE = ("tower", "write")
+CHUNKS_MOST = 7 + 2 * WORKERS_MOST + 2
+"""Chunks of a shard under way at most: two being read, two compared, as many in the making or waiting as there are
+workers, twice, one in each thread that hands them on and the one that writes; and the records of two, unsummed."""
+SIDE_BY_SIDE = ("tower", "records")
 """Stages of several threads."""
 ON_DEVICE = 4
 """Chunks of a device are so many times larger, in users and bytes: it is idle before a chunk's first product and after
@@ -95,7 +98,7 @@ class ShardWork:
             models=models,
             bundle=bundle,
             place=place,
-            seconds=dict.fromkeys(("read", "tower", "topk", "write"), 0.0),
+            seconds=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
             counts=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASONS), 0),
             unusable=Unusable(),
             allowed=allowed_items(build),

@@ -25,7 +25,7 @@ K = 100
 CLICKS = 16
 SHARDS = 2
 UNTIL = "2026-11-22T00:00:00Z"
-STAGES = ("read", "tower", "topk", "write")
+STAGES = ("read", "tower", "topk", "records", "write")
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ def test_a_stage_is_busy_while_a_chunk_is_made_and_not_while_it_is_used(monkeypa
     monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=lambda: now))
     shard: Any = object.__new__(ShardWork)
     object.__setattr__(shard, "seconds", {"read": 0.5})
+    object.__setattr__(shard, "noting", threading.Lock())
 
     def made():
         nonlocal now
