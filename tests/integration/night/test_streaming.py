@@ -16,6 +16,7 @@ from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import read_shard
 from precompute.scoring import input_samples
 from precompute.scoring.shard import Scorers
+from precompute.scoring.tables import PageFile
 from precompute.scoring.users import shard as users_of_a_shard
 from precompute.scoring.users.work import ShardWork
 from precompute.steps import begin, embed_items, index, quantize, score
@@ -26,7 +27,9 @@ STAGES: dict[str, tuple[Any, str]] = {
     "read": (users_of_a_shard, "read_users"),
     "encode": (ShardWork, "encode"),
     "score": (ShardWork, "score"),
+    "records": (users_of_a_shard, "add_records"),
     "write": (users_of_a_shard, "write"),
+    "sums": (PageFile, "_add_to_sums"),
 }
 """Where each stage of a shard is called by its name."""
 
@@ -72,7 +75,17 @@ def whole(prepared: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> di
     return files_of(config, build)
 
 
+@pytest.fixture(params=[1, 16])
+def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Cores that this process seems to have: with many, a shard is read and worked on by several threads."""
+    found: int = request.param
+    for module in ("reading", "work"):
+        monkeypatch.setattr(f"precompute.scoring.users.{module}.usable_cores", lambda: found)
+    return found
+
+
 @pytest.mark.parametrize(("chunk", "rows"), [(1, 1 << 20), (7, 60), (1000, 1)])
+@pytest.mark.usefixtures("cores")
 def test_chunks_and_slices_do_not_show_in_the_files(
     prepared: NightConfig,
     whole: dict[str, bytes],
@@ -85,6 +98,8 @@ def test_chunks_and_slices_do_not_show_in_the_files(
     build = begun(config)
     monkeypatch.setattr("precompute.scoring.users.work.CHUNK_USERS", chunk)
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", rows)
+    monkeypatch.setattr("precompute.partitions.shard_input.PIECE_ROWS", 1 + rows // 6)
+    monkeypatch.setattr("precompute.partitions.shard_input.PIECE_OF_A_BATCH_ROWS", 1)
     told: list[tuple[str, int, int]] = []
     scorers = Scorers()
     scored = [
@@ -103,6 +118,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.usefixtures("cores")
 def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
     prepared: NightConfig,
     whole: dict[str, bytes],
@@ -142,6 +158,7 @@ def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
     assert files_of(config, build) == whole
 
 
+@pytest.mark.usefixtures("cores")
 def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
     prepared: NightConfig, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +186,7 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
 
 
 @pytest.mark.parametrize("error", [ConnectionError, KeyboardInterrupt])
+@pytest.mark.usefixtures("cores")
 def test_a_shard_that_fails_ends_those_beside_it_and_what_was_done_is_found_again(
     prepared: NightConfig,
     whole: dict[str, bytes],

@@ -95,3 +95,47 @@ def test_leaving_early_ends_a_stage_that_waits_for_room() -> None:
         values = stages.ahead(stages.ahead(iter(int, 1)))
         assert next(values) == 0
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_values_that_several_threads_work_on_keep_their_order(workers: int) -> None:
+    with Stages() as stages:
+        doubled = stages.each(lambda value: 2 * value, stages.ahead(range(1000)), workers=workers)
+        assert list(doubled) == [2 * value for value in range(1000)]
+
+
+def test_several_threads_work_at_once_and_no_further_than_they_are_many() -> None:
+    together = threading.Barrier(3, timeout=PATIENCE_S)
+    begun: list[int] = []
+
+    def work(value: int) -> int:
+        begun.append(value)
+        together.wait()  # ends only if two others work
+        return value
+
+    with Stages() as stages:
+        for taken, value in enumerate(stages.each(work, range(30), workers=3), 1):
+            assert value == taken - 1
+            assert len(begun) <= taken + 3
+
+
+def test_an_error_of_one_of_several_threads_arrives_in_its_place() -> None:
+    def work(value: int) -> int:
+        if value == 2:
+            raise KeyError("broken")
+        return value
+
+    before = threading.active_count()
+    seen: list[int] = []
+    with Stages() as stages, pytest.raises(KeyError, match="broken"):
+        seen.extend(stages.each(work, stages.ahead(iter(range(100))), workers=4))
+    assert seen == [0, 1]
+    assert threading.active_count() == before
+
+
+def test_what_several_threads_worked_on_is_not_held() -> None:
+    with Stages() as stages:
+        for value in stages.each(same, (Value() for _ in range(5)), workers=2):
+            held = weakref.ref(value)
+            del value
+            assert held() is None
