@@ -30,6 +30,22 @@ OF_CACHES = Tile(4096, 1 << 21)
 """Tile of a processor: 8 MB stay in its caches, and memory stays bounded."""
 
 
+_REPEATED_BY_NUMPY = 1 << 14
+"""Values up to which `np.repeat` is faster than a sum; it holds the interpreter's lock, which other threads want."""
+
+
+def repeated(values: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`np.repeat`, but other threads of Python go on meanwhile."""
+    ends = np.cumsum(counts)
+    if not len(ends) or ends[-1] <= _REPEATED_BY_NUMPY:
+        return np.repeat(values, counts)
+    filled = np.flatnonzero(counts)
+    steps = np.zeros(int(ends[-1]), np.int64)
+    some = values[filled]
+    steps[(ends - counts)[filled]] = np.diff(some, prepend=np.int64(0))
+    return np.cumsum(steps, out=steps)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Histories:
     """Model indices of many histories: row r is `indices[indptr[r]:indptr[r + 1]]`, oldest first."""
@@ -53,7 +69,7 @@ class Histories:
         """Some of the rows, in the order given."""
         starts, ends = self.indptr[rows], self.indptr[rows + 1]
         indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - starts)])
-        shifts = np.repeat(starts - indptr[:-1], ends - starts)
+        shifts = repeated(starts - indptr[:-1], ends - starts)
         return type(self)(indptr, self.indices[np.arange(indptr[-1]) + shifts])
 
     def padded(

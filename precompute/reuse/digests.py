@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.format.ids import FINGERPRINT_SEED
+from cache.model.tower import repeated
 from precompute.partitions.shard_input import ShardInput
 from precompute.sources.columns import is_text, text_hashes
 
@@ -41,7 +42,7 @@ def of_rows(values: Digests, starts: NDArray[np.int64]) -> Digests:
     lengths = np.diff(starts)
     if not len(lengths):
         return np.empty(0, np.uint64)
-    places = np.arange(len(values)) - np.repeat(starts[:-1] - starts[0], lengths)
+    places = np.arange(len(values)) - repeated(starts[:-1] - starts[0], lengths)
     spread = mixed(values ^ mixed(places.astype(np.uint64)))
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(spread, dtype=np.uint64)])
     bounds = starts - starts[0]

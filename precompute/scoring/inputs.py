@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURED_USERS
-from cache.model.tower import Histories, Inputs
+from cache.model.tower import Histories, Inputs, repeated
 from cache.model.tower_spec import TowerSpec
 from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle
@@ -101,5 +101,5 @@ def usable_inputs(
 def _recent(entities: ShardInput) -> NDArray[np.bool_]:
     """Mask of the history items that are new enough to be given to a model, bool [len(ordinals)]."""
     lengths = np.diff(entities.indptr)
-    from_end = np.repeat(entities.indptr[1:], lengths) - np.arange(len(entities.ordinals))
+    from_end = repeated(entities.indptr[1:], lengths) - np.arange(len(entities.ordinals))
     return np.asarray(from_end <= entities.history_limit, np.bool_)

@@ -40,6 +40,10 @@ class GrowingFile:
         with disk_errors(self.path):
             self._file.write(data)
 
+    def write_array(self, values: NDArray[Any]) -> None:
+        """Add the bytes of an array [n]; it is not copied, which would hold up other threads."""
+        self.write(np.ascontiguousarray(values).view(np.uint8).data)
+
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._drop()

@@ -81,7 +81,8 @@ def _put_halves(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float
     if exponents.size and (int(exponents.min()) < -128 or int(exponents.max()) > 127):
         raise UnfitValue("a record's numbers need an exponent outside -128..127", rule="overflow")
     halves = _halves(numbers, -exponents)
-    if np.count_nonzero(halves.view(np.uint16) & 0x7FFF) != np.count_nonzero(numbers):
+    # Of truths: numbers are counted slowly, and hold the interpreter's lock.
+    if np.count_nonzero(halves.view(np.uint16) & 0x7FFF != 0) != np.count_nonzero(numbers != 0):
         _check_kept(layout, numbers, halves)
     records["exponent"] = exponents
     records["numbers"] = halves

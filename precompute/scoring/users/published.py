@@ -50,17 +50,17 @@ def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]
         if brought is not None:
             brought = copied.rows_together(brought, reuse.brought(places[others]))
     _grow(work, "seen", seen, files["ends"])
-    files["items"].write(seen.indices.astype("<u4").tobytes())
+    files["items"].write_array(seen.indices.astype("<u4"))
     if times is not None:
-        files["times"].write(times.indices.astype("<i8").tobytes())
+        files["times"].write_array(times.indices.astype("<i8"))
     if given is not None:
         _grow(work, "given", given, files["feature_ends"])
-        files["features"].write(given.indices.astype("u1").tobytes())
+        files["features"].write_array(given.indices.astype("u1"))
     if brought is not None:
-        files["brought"].write(brought.astype("u1").tobytes())
+        files["brought"].write_array(brought.astype("u1"))
 
 
 def _grow(work: ShardWork, count: str, rows: Histories, ends: GrowingFile) -> None:
     """Writes where each row ends among those of all chunks."""
-    ends.write((work.counts[count] + rows.indptr[1:]).astype("<u8").tobytes())
+    ends.write_array((work.counts[count] + rows.indptr[1:]).astype("<u8"))
     work.counts[count] += int(rows.indptr[-1])

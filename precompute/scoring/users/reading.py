@@ -128,7 +128,7 @@ def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None)
             asked = work.reuse.ask(entities, digests, hashes)
         _note_kept(work, len(asked.kept), asked.with_vector)
         if pairs is not None:
-            pairs.write(asked.pairs.tobytes())
+            pairs.write_array(asked.pairs)
         count = len(asked.pairs)
         work.counts["entities"] = before + count
         chunks, users = chunks_of(work, asked, asked.inputs_of(entities))

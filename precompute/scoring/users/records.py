@@ -38,7 +38,7 @@ def write(
     for name in work.tables:
         files[name].append(chunk.records.pop(name))
     copied = chunk.copied
-    directory.write(copied.hashes.astype("<u8").tobytes())
+    directory.write_array(copied.hashes.astype("<u8", copy=False))
     work.unusable.take_in(chunk.unusable.to_json())
     work.counts["scored"] += len(copied.hashes)
     work.counts["short"] += chunk.short
@@ -46,7 +46,7 @@ def write(
     for number, name in enumerate(REASONS):
         work.counts[name] += int((why == number).sum())
     if reasons is not None:
-        reasons.write(why.tobytes())
+        reasons.write_array(why)
 
 
 def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) -> NDArray[Any]:

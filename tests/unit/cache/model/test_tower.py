@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import BundleError
-from cache.model.tower import Histories, Tower
+from cache.model.tower import Histories, Tower, repeated
 from cache.model.tower_spec import InputSpec, TowerSpec, buckets_up_to
 from precompute.bundles import graphs
 from precompute.bundles.quantize import quantize_tower
@@ -186,3 +186,11 @@ def test_a_field_of_an_input_that_there_is_not_is_named_with_those_there_are() -
         TowerSpec.from_json(sent)
 
     assert refused.value.details["input"] == sent["inputs"][0]["name"]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3_000, 40_000])
+def test_repeated_values_are_those_of_numpy(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    values = rng.integers(-(2**62), 2**62, rows)
+    counts = rng.integers(0, 12, rows) * rng.integers(0, 2, rows)
+    assert np.array_equal(repeated(values, counts), np.repeat(values, counts))
