@@ -330,13 +330,18 @@ def read_shard(
     folder: Path, shard: int, *, history_limit: int, answers_without_history: bool = False
 ) -> ShardInput:
     """Group a shard's rows by entity: known items only, each once (its latest place)."""
-    kinds = kinds_in(folder, shard)
-    paths = shard_paths(folder, shard, kinds)
     return group_rows(
-        {kind: read_stream(path) for kind, path in zip(kinds, paths, strict=True)},
+        read_tables(folder, shard),
         history_limit=history_limit,
         answers_without_history=answers_without_history,
     )
+
+
+def read_tables(folder: Path, shard: int) -> dict[str, Any]:
+    """The rows of a shard, or of a slice that has files of its own: an Arrow table for each kind of file."""
+    kinds = kinds_in(folder, shard)
+    paths = shard_paths(folder, shard, kinds)
+    return {kind: read_stream(path) for kind, path in zip(kinds, paths, strict=True)}
 
 
 def joined(parts: Sequence[ShardInput]) -> ShardInput:

@@ -22,7 +22,7 @@ from precompute.partitions.shard_input import (
     ShardPieces,
     group_rows,
     joined,
-    read_shard,
+    read_tables,
     slice_shard,
     users_alone,
 )
@@ -63,17 +63,12 @@ def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
         folder, numbers, count = slices.folder, slices.numbers, len(slices.numbers)
     else:
         numbers, count = pieces.numbers, pieces.slices
-    options = {
-        "history_limit": config.history_limit,
-        "answers_without_history": computes_featured(work.build),
-    }
+    limit, featured = config.history_limit, computes_featured(work.build)
     item_hashes = work.items.directory.hashes()
 
     def read(number: int) -> tuple[ShardInput, Digests]:
-        if pieces is None:
-            entities = read_shard(folder, number, **options)
-        else:
-            entities = group_rows(pieces.tables(number), **options)
+        tables = read_tables(folder, number) if pieces is None else pieces.tables(number)
+        entities = group_rows(tables, history_limit=limit, answers_without_history=featured)
         return entities, of_users(entities, item_hashes)
 
     total = config.shards * len(numbers)
