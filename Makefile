@@ -7,6 +7,7 @@ LOCK   := infra/locks/all.txt
 READY  := $(VENV)/.ready
 TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.7.1
+NVRTC  ?= nvidia-cuda-nvrtc==13.0.88 cuda-bindings==13.0.3
 # Test files that run at once; each worker has a Redis, and an Airflow, of its own.
 WORKERS ?= 2
 # In their order: xdist would begin with the files of most tests, and leave the night in a real Airflow, which is one
@@ -93,11 +94,12 @@ bench: env  ## the quick benches, each with its JSON line
 
 # The newest build that pip finds; a machine without a GPU wants the one for its processor. Compiled is what is imported.
 # torch for GPUs has brought its triton then; the one for processors brings none, and kernels are interpreted.
-torch-env: env  ## torch and triton (extra `gpu`) in .venv: scoring on GPUs, and the tests of it
+torch-env: env  ## torch, triton (extra `gpu`) and NVRTC in .venv: scoring on GPUs, and the tests of it
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) --no-compile $(TORCH)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) --no-compile $(TRITON)
+	@$(BIN)/python -c 'import cuda.bindings.nvrtc' 2>/dev/null || $(BIN)/python -m pip install $(QUIET) --no-compile $(NVRTC)
 
-gpu: torch-env  ## tests and benches of scoring on a GPU, under ten minutes; code 3 and nothing run where there is none
+gpu: torch-env  ## tests and benches of scoring on a GPU, under eight minutes; code 3 and nothing run where there is none
 	@$(BIN)/python -m tests.bench.device
 
 feast-env: env  ## Feast in .venv-feast, for the bench `peers`

@@ -11,6 +11,8 @@ ABREAST, PAIR = 4, 2
 """Neighbouring columns are a pair of one group, then of the next, four groups in turn: what a thread of a GPU holds of
 a row of a product is then of one group, whose largest needs no other thread."""
 
+SPLITS = 8
+"""Programs that share the items of the same users."""
 _GROUP_MOST, _GROUP_LEAST = 64, 4
 _CANDIDATES = 128
 

@@ -13,8 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cache.model.ranking import Metric, unit
 from cache.topk.flat import Compared
+from precompute.device import hopper
 from precompute.device import search as operators
-from precompute.device.columns import ABREAST, LANES, Columns
+from precompute.device.columns import ABREAST, LANES, SPLITS, Columns
 from precompute.device.items import UNDERFLOW, DeviceItems, Queries
 from precompute.device.kernels import above, hits, keep
 from precompute.device.kernels import keys as kernels_of_keys
@@ -22,10 +23,10 @@ from precompute.device.search import SearchShape, best_of, certain
 from precompute.device.sizes import (
     FETCH_MOST,
     SEGMENTS,
-    SPLITS,
     BlockStage,
     Tiles,
     capacity_of,
+    estimating_stages_of,
     power,
     room_of,
     stages_of,
@@ -38,18 +39,19 @@ GROUP = 4
 WIDTH_MOST = 512
 _NEAR_MOST = 256
 """Numbers of a user's code that stay in registers."""
-_ROWS_MOST = 1 << 14
-_ROUNDS = 3
-"""Programs of a search, of as many as there are at once: launching it takes less than running it."""
+_ROWS_MOST = 1 << 16
+_ROUNDS = 4
+"""Programs of a search, of as many as there are at once: preparing the next one takes less than running it."""
 _LEADING_MOST = 1 << 10
 """Keys that the kernel sorts: for more torch is as fast."""
-_HALVINGS = 12
+HALVINGS = 12
 """Halvings of a span of bounds, after which few groups are left between its ends."""
 EXACT_REGISTERS = 64
 """Registers of a thread that adds exact sums: with more the compiler reads all ahead, and keeps most in memory."""
 _UNROLLED = 8
 """Steps of an exact sum whose numbers are read at once."""
 _ROUND_UP = 1 + 1e-6
+_DEVIATIONS = 3
 NONE = -1
 """Number of no group."""
 _ENTRY_BYTES = 16
@@ -99,7 +101,9 @@ def search(
     # An item that is excluded lifts its group's bound like any other. A quarter is for what is close to the last.
     capacity = capacity_of(shape.fetch)
     wanted = (hidden[0].diff() + shape.fetch).clamp(max=capacity - capacity // 4).to(torch.int32)
-    kept, left_out = kept_of(items, columns, queries, wanted, capacity, tiles)
+    kept, left_out = kept_of(
+        items, columns, queries, wanted, capacity, tiles, estimating=shape.estimating
+    )
     best = leading_of(keys_of(items, columns, queries, hidden, kept, left_out, tiles), k, tiles)
     return best, certain(items, queries, best, left_out)
 
@@ -111,25 +115,45 @@ def kept_of(
     wanted: torch.Tensor,
     capacity: int,
     tiles: Tiles,
+    *,
+    estimating: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(entries of `kernels.above` int32 [n, capacity, 4], in no order; the highest bound that is left out [n]).
 
-    The `wanted` [n] highest, and what is close to the last of them while there is room.
+    The `wanted` [n] highest, and what is close to the last of them while there is room. Where limits are estimated,
+    fewer may be found of items that are not spread over the blocks as by chance: the bound that is left out says so.
     """
-    users, room, device = len(queries.codes), room_of(capacity), queries.codes.device
+    users, device = len(queries.codes), queries.codes.device
+    room = room_of(capacity, estimating=estimating)
+    blocks, seen = len(columns.ordinals) // columns.block, 0
     entries = torch.empty((users, SEGMENTS, room, 4), dtype=torch.int32, device=device)
     kept = torch.full((users, capacity, 4), NONE, dtype=torch.int32, device=device)
     counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
     limits, left_out = (torch.full((users,), _NOTHING, device=device) for _ in range(2))
     weight = weight_of(items, columns, queries)
-    for stage in stages_of(len(columns.ordinals) // columns.block, room):
+    for stage in (estimating_stages_of if estimating else stages_of)(blocks, room):
         write_entries(columns, weight, queries, limits, stage, entries, counts, tiles)
+        seen += stage.blocks
+        rank = rank_of(wanted, seen / blocks) if estimating else wanted
+        if tiles.hopper is not None and room == hopper.KEEP_ROOM and capacity <= hopper.KEEP_MOST:
+            tiles.hopper.keep(entries, counts, rank, kept, limits, left_out, HALVINGS)
+            continue
         keep.keep[-(-users // tiles.selected),](
-            entries, counts, wanted, kept, limits, left_out, users,
+            entries, counts, rank, kept, limits, left_out, users,
             height=tiles.selected, segments=SEGMENTS, room=room, capacity=capacity,
-            halvings=_HALVINGS, num_warps=max(1, min(16, capacity // 32)),
+            halvings=HALVINGS, num_warps=max(1, min(16, capacity // 32)),
         )  # fmt: skip
     return kept, left_out
+
+
+def rank_of(wanted: torch.Tensor, share: float) -> torch.Tensor:
+    """Ranks int32 [n] in a sample of some share of all groups: what is better has the `wanted` [n] best of all.
+
+    Of those the sample has a Poisson number, seldom more than `_DEVIATIONS` standard deviations above its mean.
+    """
+    mean = wanted * share
+    rank = torch.ceil(mean + _DEVIATIONS * mean.sqrt() + _DEVIATIONS).to(torch.int32)
+    return torch.minimum(rank, wanted)
 
 
 def weight_of(items: DeviceItems, columns: Columns, queries: Queries) -> torch.Tensor:
@@ -159,6 +183,12 @@ def write_entries(
     `weight` float32 [blocks] is that of the blocks (`weight_of`).
     """
     users, width = queries.codes.shape
+    reach = queries.length + queries.residual
+    if tiles.hopper is not None:
+        tiles.hopper.write_entries(
+            queries.codes, reach, limits, columns, weight, stage, entries, counts, UNDERFLOW
+        )
+        return
     real = len(columns.longest) - len(columns.padding) // columns.size
     tile, depth = (
         max(ABREAST * columns.size, min(tiles.columns, columns.block)),
@@ -169,12 +199,13 @@ def write_entries(
         hits.writing(tile // (ABREAST * columns.size)) if is_gpu else (None, None)
     )
     above.above[-(-users // tiles.users), SPLITS](
-        queries.codes, queries.length + queries.residual, limits,
+        queries.codes, reach, limits,
         TensorDescriptor.from_tensor(columns.codes, [tile, depth]), weight,
-        entries, counts, users, real, stage.blocks, stage.stride, UNDERFLOW,
+        entries, counts, users, real, stage.blocks, stage.stride, stage.offset, UNDERFLOW,
         width=width, depth=depth, height=tiles.users, lanes=LANES, size=columns.size,
         tile=tile, splits=SPLITS, room=entries.shape[2],
-        stages=tiles.stages, skip=stage.skip, near=depth <= _NEAR_MOST, writing=writing, constraints=constraints,
+        stages=tiles.stages, skip=stage.skip, hole=stage.hole, near=depth <= _NEAR_MOST,
+        writing=writing, constraints=constraints,
         num_warps=tiles.warps, maxnreg=tiles.registers,
     )  # fmt: skip
 
@@ -188,12 +219,15 @@ def keys_of(
     left_out: torch.Tensor,
     tiles: Tiles,
 ) -> torch.Tensor:
-    """Exact keys int64 [n, size, capacity] of what may be better than what was left out [n], of kept entries.
+    """Exact keys int64 [n, size, capacity], in no order, of what may be better than what was left out [n].
 
     WORST if hidden.
     """
     users, capacity = kept.shape[:2]
     keys = torch.empty((users, columns.size, capacity), dtype=torch.int64, device=kept.device)
+    if tiles.hopper is not None:
+        tiles.hopper.write_keys(items, columns, queries, hidden, kept, left_out, keys)
+        return keys
     part = min(tiles.scored, capacity if kept.device.type == "cuda" else power(users * capacity))
     steps = items.exact.shape[1]
     nobody = queries.exact  # where there are no lengths none are read
@@ -239,7 +273,7 @@ def agrees(dims: int, device: torch.device) -> bool:
         of_metric = Compared.of(vectors, metric)
         held = DeviceItems.of(of_metric, device, torch.float16, GROUP)
         queries = held.queries(users, compared)
-        shape = SearchShape(len(users), len(held.whole.ordinals), 48)
+        shape = SearchShape(len(users), len(held.whole.ordinals), 48, estimating=True)
         keys, sure = search(held, held.whole, queries, pairs, 16, shape)
         wanted, also = operators.search(held, held.whole, queries, pairs, 16, shape)
         both = sure & also

@@ -12,9 +12,8 @@ from cache.topk.compiled import own_lengths
 from cache.topk.flat import Compared
 from precompute.device.columns import Columns, columns_by_rank, group_of
 from precompute.device.exact import SUMS, in_order
+from precompute.device.hopper import LEAST, ROUND_UP, kernels_for
 
-_ROUND_UP = 1 + 1e-5
-_LEAST = 1e-12
 _NORMAL = {torch.float16: 2.0**-14}
 """Smaller numbers are left to the residual: not every GPU multiplies them."""
 _OUT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
@@ -40,6 +39,11 @@ class Queries:
     residual: torch.Tensor
     scale: torch.Tensor
     size: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of these users."""
+        always = (self.exact, self.codes, self.length, self.residual, self.scale, self.size)
+        return always if self.own is None else (*always, self.own)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +121,13 @@ class DeviceItems:
         """Users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
         device = self.codes.device
         ours = moved(users, device)
+        own = None if self.own is None else moved(own_lengths(users), device)
+        width = self.codes.shape[1]
+        kernels = kernels_for(width, device) if self.codes.dtype == torch.float16 else None
+        if kernels is not None:
+            theirs = ours if compared is users else moved(compared, device)
+            exact, *rest = kernels.encode_users(ours, theirs, width)
+            return Queries(exact, own, *rest)
         size = ours.double().square().sum(1).sqrt()
         theirs, length = ours, size
         if compared is not users:
@@ -124,7 +135,6 @@ class DeviceItems:
             length = theirs.double().square().sum(1).sqrt()
         power = (-torch.frexp(length).exponent).clamp(max=_POWER_MOST)
         scale = torch.ldexp(torch.ones_like(length), power).to(torch.float32)
-        own = None if self.own is None else moved(own_lengths(users), device)
         return Queries(
             in_order(ours), own, *encoded(theirs, scale[:, None], self.codes.dtype), scale, size
         )
@@ -203,4 +213,4 @@ def slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
 
 
 def _above(lengths: torch.Tensor) -> torch.Tensor:
-    return (lengths * _ROUND_UP + _LEAST).to(torch.float32)
+    return (lengths * ROUND_UP + LEAST).to(torch.float32)

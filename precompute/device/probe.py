@@ -17,7 +17,7 @@ def kernels_for(dims: int, device: torch.device, wanted: bool | None) -> ModuleT
     if not (device.type == "cuda" if wanted is None else wanted):
         return None
     try:
-        from precompute.device import fused
+        from precompute.device import fused, hopper
 
         if dims > fused.WIDTH_MOST:
             why = f"the kernels take vectors of up to {fused.WIDTH_MOST} numbers, these have {dims}"
@@ -26,6 +26,11 @@ def kernels_for(dims: int, device: torch.device, wanted: bool | None) -> ModuleT
                 device if device.type == "cuda" else -1
             ):  # Triton's is the current one
                 if fused.agrees(dims, device):
+                    return fused
+                if hopper.disable(device) and fused.agrees(dims, device):
+                    _log.warning(
+                        "%s: the lists of the CUDA kernel differ: Triton's is used", device
+                    )
                     return fused
             why = "its kernels' lists differ from the operators'"
     except (torch.OutOfMemoryError, torch.AcceleratorError):

@@ -27,8 +27,8 @@ from precompute.device.probe import kernels_for
 from precompute.device.search import SearchShape, search, shape_of
 
 UNDER_WAY = 3
-"""Slabs under way with a GPU: one is in work there, one waits for it, and one is copied. All are in one stream: side by
-side they would end together, and the GPU then waits for all to be copied."""
+"""Slabs under way with a GPU: one is searched for, one is loaded or waits, and one is fetched. Searches run in one
+stream: side by side they would end together, and the GPU would then wait for all to be fetched."""
 _FETCHED = ((8, 16), (4, 480))
 """Candidates beside k, a share of it and some: at first, and again for the few whose list was not certain."""
 _SHARE = 0.5
@@ -51,6 +51,7 @@ class _Asked:
     told: Callable[[int], None]
     room_bytes: int
     fused: ModuleType | None = None
+    estimating: bool = False
 
 
 class DeviceScorer:
@@ -65,8 +66,8 @@ class DeviceScorer:
         self._parts = 1
         self._launching = threading.Lock()
         is_gpu = self._device.type == "cuda"
-        self._stream, self._copies = (
-            torch.cuda.Stream(self._device) if is_gpu else None for _ in range(2)
+        self._stream, self._loads, self._copies = (
+            torch.cuda.Stream(self._device) if is_gpu else None for _ in range(3)
         )
         self.has_failed = False
         """True if the device gave up for good: the processor then does the rest."""
@@ -139,9 +140,11 @@ class DeviceScorer:
         else:
             # Bounds in half precision cannot tell everything: last come the operators.
             attempts = [(each, self._fused) for each in _FETCHED]
-            for (share, some), by in attempts + [(_FETCHED[-1], None)] * (self._fused is not None):
+            attempts += [(_FETCHED[-1], None)] * (self._fused is not None)
+            for turn, ((share, some), by) in enumerate(attempts):
                 if len(left) and not self.has_failed:
-                    left = self._attempt(replace(asked, fused=by), left, k + k // share + some)
+                    attempt = replace(asked, fused=by, estimating=turn == 0)
+                    left = self._attempt(attempt, left, k + k // share + some)
         if len(left):
             rest = self._whole_rest if self.has_failed else self._few
             part = rest.top(
@@ -209,11 +212,17 @@ class DeviceScorer:
         self, asked: _Asked, shape: SearchShape, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         where = slice_of(rows)
-        with self._launching, torch.cuda.stream(self._stream):
-            users = np.ascontiguousarray(asked.users[where])
-            compared = unit(users) if self._compared.metric == "cosine" else users
+        users = np.ascontiguousarray(asked.users[where])
+        compared = unit(users) if self._compared.metric == "cosine" else users
+        with torch.cuda.stream(self._loads):
             queries = self._items.queries(users, compared)
             pairs = self._items.pairs(asked.gone, where)
+            loaded = None if self._loads is None else self._loads.record_event()
+        with self._launching, torch.cuda.stream(self._stream):
+            if self._stream is not None and loaded is not None:
+                self._stream.wait_event(loaded)
+                for tensor in (*queries.tensors(), *pairs):
+                    tensor.record_stream(self._stream)
             by = self._by_kernels(asked, shape.fetch)
             keys, certain = (by.search if by else search)(
                 self._items, asked.columns, queries, pairs, asked.k, shape
@@ -260,7 +269,7 @@ class DeviceScorer:
         shape: SearchShape = (by.shape_of if by else shape_of)(
             self._items, asked.columns, fetch, room
         )
-        return shape
+        return replace(shape, estimating=asked.estimating)
 
     def _by_kernels(self, asked: _Asked, fetch: int) -> ModuleType | None:
         by = asked.fused and self._fused

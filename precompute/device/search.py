@@ -31,6 +31,9 @@ class SearchShape:
     users: int
     columns: int
     fetch: int
+    estimating: bool = False
+    """True if the kernels estimate what the last candidate's score will be: faster, and certain of nearly all lists
+    where good items are spread over all lengths as by chance."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,49 +1,89 @@
 """Sizes of the kernels' work: tiles of a program, room for entries, and the stages in which users see all blocks."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from precompute.device.columns import ABREAST, LANES
+from precompute.device import hopper
+from precompute.device.columns import ABREAST, LANES, SPLITS
+from precompute.device.hopper import HopperKernels
 
 FETCH_MOST = 1 << 11
 """Groups of a user that are scored: for longer lists torch's operators do."""
-SPLITS = 8
-"""Programs that share the items of the same users."""
 SEGMENTS = SPLITS * ABREAST
 """Parts of a user's entries, each written by threads of one program."""
 _RATIO, _LAST_RATIO = 6, 4
 """Blocks that have been looked at after a stage, of those before it: five times as many groups reach the limit, and
 fewer in the last, which has most of the blocks."""
+_ESTIMATING_RATIO = 16
+"""The most that such a ratio is where limits are estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStage:
-    """`blocks` blocks, multiples of `stride`; with `skip` the first of every skip + 1 was looked at before."""
+    """`blocks` of the blocks `offset`, `offset + stride` and so on.
+
+    Where `skip` is not 0, of every skip + 1 of them the `hole`-th was looked at by an earlier stage, and is left out.
+    """
 
     blocks: int
     stride: int
+    offset: int = 0
     skip: int = 0
+    hole: int = 0
 
     def block(self, at: int) -> int:
         """The block that is looked at as the `at`-th."""
-        return (at + at // self.skip + 1 if self.skip else at) * self.stride
+        if self.skip:
+            full, rest = divmod(at, self.skip)
+            at = full * (self.skip + 1) + rest + (rest >= self.hole)
+        return at * self.stride + self.offset
 
 
 def stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
     """Stages that look at every block once: first at no more than have room if all their groups are written."""
     ratios: list[int] = []
-    stride, first = 1, SEGMENTS * room // LANES
-    while -(-blocks // stride) > first:
-        ratios.append(_RATIO if ratios else _LAST_RATIO)
-        stride *= ratios[-1]
-    seen = -(-blocks // stride)
-    yield BlockStage(seen, stride)
-    for ratio in reversed(ratios):
+    while -(-blocks // math.prod(ratios)) > _first_of(room):
+        ratios.insert(0, _RATIO if ratios else _LAST_RATIO)
+    return _stages(blocks, ratios, [0] * len(ratios))
+
+
+def estimating_stages_of(blocks: int, room: int) -> Iterator[BlockStage]:
+    """As `stages_of`, for limits that are estimated: fewer stages, and a first one that writes fewer entries.
+
+    Blocks are ordered by the length of their items. Each stage takes the middle one of so many, so that what it finds
+    is neither better nor worse than what is left.
+    """
+    if blocks <= _first_of(room):
+        return _stages(blocks, [], [])
+    part = max(2, -(-blocks // SPLITS))
+    count = max(1, math.ceil(math.log(part, _ESTIMATING_RATIO)))
+    ratios = [math.ceil(part ** (1 / count))] * count
+    return _stages(blocks, ratios, [ratio // 2 for ratio in ratios])
+
+
+def _first_of(room: int) -> int:
+    """Blocks of which all groups have room."""
+    return SEGMENTS * room // LANES
+
+
+def _stages(blocks: int, ratios: list[int], holes: list[int]) -> Iterator[BlockStage]:
+    """Stages of which each has, with those before it, `ratio` times the blocks that had been looked at.
+
+    Of so many blocks of a stage, the `hole`-th is that of the stage before it.
+    """
+    stride = math.prod(ratios)
+    offset = sum(math.prod(ratios[at + 1 :]) * hole for at, hole in enumerate(holes))
+    seen = max(0, -(-(blocks - offset) // stride))
+    yield BlockStage(seen, stride, offset)
+    for ratio, hole in zip(ratios, holes, strict=True):
         stride //= ratio
-        yield BlockStage(-(-blocks // stride) - seen, stride, ratio - 1)
-        seen = -(-blocks // stride)
+        offset -= stride * hole
+        count = -(-(blocks - offset) // stride)
+        yield BlockStage(count - seen, stride, offset, ratio - 1, hole)
+        seen = count
 
 
 _REGISTERS = 1 << 16
@@ -65,6 +105,8 @@ class Tiles:
     resident: int
     selected: int = 1
     scored: int = 64
+    hopper: HopperKernels | None = None
+    """Kernels in CUDA C++ for some of the work, where the device has them."""
 
     @property
     def registers(self) -> int:
@@ -77,6 +119,13 @@ def tiles_of(users: int, width: int, device: torch.device) -> Tiles:
     if device.type == "cpu":  # the interpreter takes the same time for many users as for one
         few = power(min(64, users))
         return Tiles(max(16, few), 256, 4, 1, 4, selected=few, scored=1 << 15)
+    if (kernels := hopper.kernels_for(width, device)) is not None:
+        return Tiles(hopper.USERS, hopper.TILE, 12, 1, 1, hopper=kernels)
+    return triton_tiles_of(width)
+
+
+def triton_tiles_of(width: int) -> Tiles:
+    """Tiles of the Triton kernels on a GPU."""
     if width <= 128:
         return Tiles(128, 128, 8, 3, 2)
     return Tiles(128, 128, 8, 3, 1) if width <= 256 else Tiles(64, 64, 4, 2, 1)
@@ -94,9 +143,9 @@ def capacity_of(fetch: int) -> int:
     return min(FETCH_MOST, power(fetch + fetch // 4))
 
 
-def room_of(capacity: int) -> int:
+def room_of(capacity: int, *, estimating: bool = False) -> int:
     """Entries of a segment: a stage is expected to write less than half as many."""
-    return max(32, capacity // 4)
+    return max(32, capacity // (8 if estimating else 4))
 
 
 def power(count: int) -> int:

@@ -4,23 +4,23 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=("count", "real", "blocks", "stride"))
+@triton.jit(do_not_specialize=("count", "real", "blocks", "stride", "offset"))
 def above(
     users, reach, limits, items, weight, entries, counts,
-    count, real, blocks, stride, slack,
+    count, real, blocks, stride, offset, slack,
     width: tl.constexpr, depth: tl.constexpr, height: tl.constexpr, lanes: tl.constexpr, size: tl.constexpr,
     tile: tl.constexpr, splits: tl.constexpr, room: tl.constexpr, stages: tl.constexpr, skip: tl.constexpr,
-    near: tl.constexpr, writing: tl.constexpr, constraints: tl.constexpr,
+    hole: tl.constexpr, near: tl.constexpr, writing: tl.constexpr, constraints: tl.constexpr,
 ):  # fmt: skip
     """Groups whose bounds reach the limits of `height` users, as entries int32 [n, splits, 4, room, 4].
 
     An entry is a bound (float32, no lower than a score of the group), the group, and its products in half precision.
-    Looked at are `blocks` blocks of `lanes` groups (`real` of all groups have items): multiples of `stride`, and of
-    those with `skip` only what lies between each skip + 1; each by one of a user's `splits` programs. Four groups have
-    sixteen neighbouring columns (`Columns.columns_of`), so that a group's are in one thread. `counts` int32
-    [n, splits, 4] are what there was, though only `room` fit. `items` is a descriptor of the codes in tiles; `near` has
-    users' stay in registers; `writing` is PTX (`hits`), on a GPU. A margin is a user's `reach` times the block's
-    `weight`, and `slack`.
+    Looked at are `blocks` blocks of `lanes` groups (`real` of all groups have items): those of a `BlockStage`
+    (`stride`, `offset`, `skip`, `hole`), each by one of a user's `splits` programs. Four groups have sixteen
+    neighbouring columns (`Columns.columns_of`), so that a group's are in one thread. `counts` int32 [n, splits, 4] are
+    what there was, though only `room` fit. `items` is a descriptor of the codes in tiles; `near` has users' stay in
+    registers; `writing` is PTX (`hits`), on a GPU. A margin is a user's `reach` times the block's `weight`, and
+    `slack`.
     """
     rows = tl.program_id(0) * height + tl.arange(0, height)
     split = tl.program_id(1)
@@ -40,15 +40,15 @@ def above(
     free = entries + segment * (room * 4)
     taken = tl.zeros([height, 4], tl.int32)
     steps = (blocks - split + splits - 1) // splits * turns
-    heavy = tl.load(weight + _block(split, stride, skip), mask=steps > 0, other=0.0)
+    heavy = tl.load(weight + _block(split, stride, offset, skip, hole), mask=steps > 0, other=0.0)
     for step in tl.range(0, steps, num_stages=stages):
         at = split + step // turns * splits
-        group = _block(at, stride, skip) * lanes + step % turns * groups
+        group = _block(at, stride, offset, skip, hole) * lanes + step % turns * groups
         product = tl.dot(u, tl.trans(items.load([group * size, 0])))
         margin = far * heavy + slack
         # What the next step needs is on its way during this one.
         at = tl.minimum(split + (step + 1) // turns * splits, blocks - 1)
-        heavy = tl.load(weight + _block(at, stride, skip))
+        heavy = tl.load(weight + _block(at, stride, offset, skip, hole))
         scores = _members(tl.reshape(product, [height, groups // 4, 2, 4, 2]), groups // 4)
         low, over, number = (limit - margin)[:, None], margin[:, None], (group + lane)[None, :]
         if writing is not None:
@@ -62,11 +62,12 @@ def above(
 
 
 @triton.jit
-def _block(at, stride, skip: tl.constexpr):
-    """The block that is looked at as the `at`-th: with `skip` the first of every skip + 1 was looked at before."""
+def _block(at, stride, offset, skip: tl.constexpr, hole: tl.constexpr):
+    """The block that a `BlockStage` looks at as the `at`-th."""
     if skip:
-        at += at // skip + 1
-    return at * stride
+        rest = at % skip
+        at = at // skip * (skip + 1) + rest + (rest >= hole).to(tl.int32)
+    return at * stride + offset
 
 
 @triton.jit

@@ -15,9 +15,9 @@ def keep(
     """Adds entries of `above` to what is `kept` of each user, int32 [n, capacity, 4]; and the next limit.
 
     The `wanted` best stay; the number is `_NONE` where there are no more. The limit is at most the bound of the last
-    that is wanted, found by `halvings` of where it can be: all that reach it are kept, or where they have no room those
-    that are surely better than the last. What is left out anywhere is below `left_out`: minus infinity if nothing is,
-    infinity if entries had no room.
+    that is wanted, found by `halvings` of where it can be, and stays as it is while there are fewer: all that reach it
+    are kept, or where they have no room those that are surely better than the last. What is left out anywhere is below
+    `left_out`: minus infinity if nothing is, infinity if entries had no room.
     """
     users = tl.program_id(0) * height + tl.arange(0, height)
     own = users < count
@@ -52,7 +52,7 @@ def keep(
         reached = _reach(new, old, middle, layers) >= needed
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle)
-    low = tl.where(enough, low, float("-inf"))
+    low = tl.where(enough, low, tl.load(limits + users, mask=own, other=0.0))
     edge = tl.where(_reach(new, old, low, layers) <= capacity, low, high)
     limit = edge[:, None]
     stays = (old >= limit).to(tl.int32)

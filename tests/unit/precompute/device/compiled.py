@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -19,7 +18,7 @@ PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 HOPPER = GPUTarget("cuda", 90, 32)
 HALF, FLOAT, INT, LONG = "*fp16", "*fp32", "*i32", "*i64"
 TYPES = {
-    above.above: [HALF, FLOAT, FLOAT, "", FLOAT, INT, INT, *["i32"] * 4, "fp32"],
+    above.above: [HALF, FLOAT, FLOAT, "", FLOAT, INT, INT, *["i32"] * 5, "fp32"],
     keep.keep: [INT, INT, INT, INT, FLOAT, FLOAT, "i32"],
     keys.exact: [FLOAT, FLOAT, FLOAT, FLOAT, INT, FLOAT, LONG, LONG, LONG, LONG, "i32", "i32"],
     keys.leading: [LONG, LONG, "i32", "i32"],
@@ -75,11 +74,11 @@ def main() -> None:
     """Compile what 1 M items need, of 40 numbers to the widest."""
     for width in (40, 128, 256, fused.WIDTH_MOST):
         depth = 1 << (width - 1).bit_length()
-        tiles = sizes.tiles_of(1 << 14, width, torch.device("cuda"))
+        tiles = sizes.triton_tiles_of(width)
         writing, constraints = hits.writing(tiles.columns // 16)
         shape = {
             "width": width, "depth": depth, "height": tiles.users, "lanes": 64, "size": 4, "tile": tiles.columns,
-            "splits": 8, "room": 64, "stages": tiles.stages, "skip": 3, "near": depth <= 256,
+            "splits": 8, "room": 64, "stages": tiles.stages, "skip": 3, "hole": 2, "near": depth <= 256,
             "writing": writing, "constraints": constraints,
         }  # fmt: skip
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}

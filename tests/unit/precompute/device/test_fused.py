@@ -25,7 +25,13 @@ from precompute.device.exact import WORST  # noqa: E402
 from precompute.device.items import UNDERFLOW, DeviceItems  # noqa: E402
 from precompute.device.kernels.keep import keep  # noqa: E402
 from precompute.device.scorer import DeviceScorer  # noqa: E402
-from precompute.device.sizes import FETCH_MOST, SEGMENTS, stages_of, tiles_of  # noqa: E402
+from precompute.device.sizes import (  # noqa: E402
+    FETCH_MOST,
+    SEGMENTS,
+    estimating_stages_of,
+    stages_of,
+    tiles_of,
+)
 
 WHERE = torch.device(DEVICE)
 AGREES = fused.agrees
@@ -219,12 +225,12 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
 @pytest.fixture
 def little_room(monkeypatch):
     """A third stage from 16,385 items on, a second from 4,097."""
-    monkeypatch.setattr(fused, "room_of", lambda _: 32)
+    monkeypatch.setattr(fused, "room_of", lambda *_, **__: 32)
 
 
 @pytest.mark.usefixtures("little_room")
 @settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
 def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
@@ -244,7 +250,11 @@ def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
     tiles = tiles_of(3, queries.codes.shape[1], WHERE)
     wanted = torch.tensor([1, 20, 32], dtype=torch.int32, device=WHERE)
 
-    kept, left_out = fused.kept_of(held, columns, queries, wanted, 64, tiles)
+    is_estimating = data.draw(st.booleans(), "estimating")
+
+    kept, left_out = fused.kept_of(
+        held, columns, queries, wanted, 64, tiles, estimating=is_estimating
+    )
 
     bounds = fused.bounds_of(held, columns, queries, tiles)
     for row in range(3):
@@ -253,7 +263,7 @@ def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
         limit, real = left_out[row].item(), (count + 3) // 4
         assert len(set(taken.tolist())) == len(taken)
         assert rest.max(initial=-np.inf) <= limit
-        if kind not in ("ties", "alike"):
+        if kind not in ("ties", "alike") and not is_estimating:
             assert len(taken) >= min(wanted[row], real)
             assert limit <= bounds[row].sort()[0][-wanted[row]]
 
@@ -344,6 +354,47 @@ def test_stages_look_at_every_block_once(blocks, room):
 
     assert sorted(seen) == list(range(blocks))
     assert stages[0].blocks <= SEGMENTS * room // LANES
+
+
+@pytest.mark.parametrize("room", [32, 64])
+@pytest.mark.parametrize("blocks", [1, 8, 16, 17, 33, 79, 150, 977, 3907, 39_070])
+def test_estimating_stages_look_at_every_block_once_and_first_at_the_middle(blocks, room):
+    stages = list(estimating_stages_of(blocks, room))
+
+    seen = [stage.block(at) for stage in stages for at in range(stage.blocks)]
+
+    assert sorted(seen) == list(range(blocks))
+    assert 0 < stages[0].blocks <= SEGMENTS * room // LANES
+    for stage in stages[
+        :-1
+    ]:  # neither the longest items nor the shortest are looked at more than others
+        early = np.array([stage.block(at) for at in range(stage.blocks)])
+        assert abs(early.mean() - (blocks - 1) / 2) <= blocks / 8
+
+
+def test_ranks_of_a_sample_have_the_best_of_all():
+    # Given samples of a quarter and a hundredth of all scores
+    rng = np.random.default_rng(3)
+    wanted = torch.tensor([20, 160, 1000], dtype=torch.int32)
+    for share in (0.25, 0.01):
+        ranks = fused.rank_of(wanted, share).tolist()
+        for most, rank in zip(wanted.tolist(), ranks, strict=True):
+            in_sample = rng.binomial(most, share, 2000)
+            assert rank <= most and (in_sample > rank).mean() < 0.01
+    assert torch.equal(fused.rank_of(wanted, 1.0), wanted)
+
+
+@pytest.mark.usefixtures("agreed", "little_room")
+def test_items_in_clusters_are_found_though_estimates_are_wrong(looked_again):
+    # Given items that come 250 times each, nearly: what one block has says little about the next
+    rng = np.random.default_rng(4)
+    centres = rng.standard_normal((70, 12)).astype("f4")
+    items = np.repeat(centres, 250, 0) + rng.standard_normal((17_500, 12)).astype("f4") * 1e-4
+    users = rng.standard_normal((4, 12)).astype("f4")
+
+    assert_same(users, items, 30, Histories.of([[]] * 4))
+
+    assert sum(looked_again) <= 4
 
 
 @pytest.mark.usefixtures("agreed", "little_room")

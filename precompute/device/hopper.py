@@ -1,0 +1,295 @@
+"""Kernels of the fused top-K for Hopper GPUs, in CUDA C++, compiled on first use.
+
+`kernels/above.cu` and `keep.cu` do what `above.py` and `keep.py` do, `exact.cu` what `keys.exact` does, and `encode.cu`
+is `DeviceItems.queries` in one pass. The Triton kernels, and torch's operators, stay for other GPUs, for wider vectors,
+and where there is no NVRTC. PyTorch's builds for CUDA depend on NVRTC and `cuda-bindings`: nothing else is needed.
+"""
+
+import ctypes
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from precompute.device.columns import LANES, SPLITS, Columns
+
+if TYPE_CHECKING:
+    from precompute.device.items import DeviceItems, Queries
+    from precompute.device.sizes import BlockStage
+
+USERS = 256
+"""Users of one program of `above`."""
+TILE = 128
+"""Items that a program of `above` multiplies them with at once."""
+WIDTH_MOST = 256
+"""Numbers of a code: wider users do not fit into shared memory beside the items."""
+_CHUNK = 64
+"""Numbers of a code that one copy brings: 128 bytes of a row, which the copy engine swizzles."""
+_USER_CHUNK_BYTES, _STAGE_BYTES = USERS * _CHUNK * 2, TILE * _CHUNK * 2
+_STAGES_MOST = 8
+_SHARED_BYTES = 224 << 10
+"""Shared memory for users and the ring of items; a program may have 227 KiB."""
+_ALIGNMENT_BYTES = 1024
+ROUND_UP, LEAST = 1 + 1e-5, 1e-12
+"""Factor and summand by which lengths of vectors are rounded up."""
+KEEP_ROOM, KEEP_MOST = 32, 256
+"""Entries of a segment for `keep`, and the most that it keeps of a user: more do not fit into registers."""
+_ENCODED = 8
+"""Users of one program of `encode` or `keep`."""
+_ABOVE_THREADS, _EXACT_THREADS = 384, 128
+_PARTS_BYTES = 32 << 10
+"""Shared memory of a program of `exact` for parts of vectors, beside its user and the columns that it lists."""
+_EXACT_SHARED_BYTES = 128 << 10
+_HOPPER = (9, 0)
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_FLOAT16, _SWIZZLE_128, _PROMOTION_256 = 6, 3, 3
+"""Values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion."""
+
+_log = logging.getLogger(__name__)
+_disabled: set[torch.device] = set()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HopperKernels:
+    """The kernels for codes of some width, loaded into one device's context.
+
+    Their methods enqueue one kernel each on the current stream, and raise RuntimeError with the driver's name of an
+    error.
+    """
+
+    encode: Any
+    above: Any
+    exact: Any
+    above_shared_bytes: int
+    device: torch.device
+
+    def encode_users(
+        self, ours: torch.Tensor, theirs: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, ...]:
+        """All tensors of `Queries` but `own`, in their order, of users float32 [n, dims] as scored and as compared."""
+        count, dims = ours.shape
+        numbers = partial(torch.empty, count, device=ours.device, dtype=torch.float32)
+        exact = torch.empty((count, -(-dims // 4), 4), device=ours.device)
+        codes = torch.empty((count, width), device=ours.device, dtype=torch.float16)
+        length, residual, scale = numbers(), numbers(), numbers()
+        size = numbers(dtype=torch.float64)
+        arguments = [
+            *_pointers(ours, theirs, exact, codes, length, residual, scale, size),
+            *map(ctypes.c_int, (count, dims, width)),
+        ]
+        if not count:
+            return exact, codes, length, residual, scale, size
+        _launch(self.encode, (-(-count // _ENCODED), 1), _ENCODED * 32, 0, arguments)
+        return exact, codes, length, residual, scale, size
+
+    def write_entries(
+        self,
+        codes: torch.Tensor,
+        reach: torch.Tensor,
+        limits: torch.Tensor,
+        columns: Columns,
+        weight: torch.Tensor,
+        stage: "BlockStage",
+        entries: torch.Tensor,
+        counts: torch.Tensor,
+        slack: float,
+    ) -> None:
+        """Write the entries of one stage: see `kernels.above`."""
+        users = len(codes)
+        real = len(columns.longest) - len(columns.padding) // columns.size
+        looked_at = (stage.blocks, stage.stride, stage.offset, stage.skip, stage.hole)
+        arguments = [
+            _tensor_map(codes, USERS),
+            _tensor_map(columns.codes, TILE),
+            *_pointers(reach, limits, weight, entries, counts),
+            *map(ctypes.c_int, (users, real, *looked_at, entries.shape[2])),
+            ctypes.c_float(slack),
+        ]
+        grid = -(-users // USERS), SPLITS
+        _launch(self.above, grid, _ABOVE_THREADS, self.above_shared_bytes, arguments)
+
+    def keep(
+        self,
+        entries: torch.Tensor,
+        counts: torch.Tensor,
+        wanted: torch.Tensor,
+        kept: torch.Tensor,
+        limits: torch.Tensor,
+        left_out: torch.Tensor,
+        halvings: int,
+    ) -> None:
+        """Add the entries of a stage, in segments of `KEEP_ROOM`, to those that are kept: see `kernels.keep`."""
+        users, capacity = kept.shape[:2]
+        arguments = [
+            *_pointers(entries, counts, wanted, kept, limits, left_out),
+            ctypes.c_int(users),
+        ]
+        kernel = _keep(capacity, entries.shape[1], halvings, self.device)
+        _launch(kernel, (-(-users // _ENCODED), 1), _ENCODED * 32, 0, arguments)
+
+    def write_keys(
+        self,
+        items: "DeviceItems",
+        columns: Columns,
+        queries: "Queries",
+        hidden: tuple[torch.Tensor, torch.Tensor],
+        kept: torch.Tensor,
+        left_out: torch.Tensor,
+        keys: torch.Tensor,
+    ) -> None:
+        """Write the exact keys int64 [n, size, capacity] of kept entries: see `kernels.keys`.
+
+        A user's keys come one behind the other, and `WORST` behind them.
+        """
+        users, capacity = kept.shape[:2]
+        steps = items.exact.shape[1]
+        is_cosine = items.own is not None and queries.own is not None
+        lengths = (queries.own, items.own) if is_cosine else (queries.exact, items.exact)
+        arguments = [
+            *_pointers(queries.exact, lengths[0], items.exact, lengths[1]),
+            *_pointers(kept, left_out, columns.ordinals, *hidden, keys),
+            *map(ctypes.c_int, (len(items.order), steps, capacity, is_cosine)),
+        ]
+        shared_bytes = _PARTS_BYTES + steps * 16 + columns.size * capacity * 4
+        _launch(self.exact, (users, 1), _EXACT_THREADS, shared_bytes, arguments)
+
+
+def kernels_for(width: int, device: torch.device) -> HopperKernels | None:
+    """The kernels for codes of `width` numbers on a device; None where the Triton kernels are to be used."""
+    if device.type != "cuda" or width > WIDTH_MOST or device in _disabled:
+        return None
+    if torch.cuda.get_device_capability(device) != _HOPPER:
+        return None
+    return _loaded(-(-width // _CHUNK), device)
+
+
+def disable(device: torch.device) -> bool:
+    """Leave the kernels out on a device from now on; True if they could be used there until now."""
+    if device.type != "cuda":
+        return False
+    device = torch.empty(0, device=device).device  # with its index
+    could_be_used = device not in _disabled and torch.cuda.get_device_capability(device) == _HOPPER
+    _disabled.add(device)
+    return could_be_used
+
+
+@functools.lru_cache
+def _keep(capacity: int, segments: int, halvings: int, device: torch.device) -> Any:
+    constants = {
+        "CAPACITY": capacity,
+        "SEGMENTS": segments,
+        "ROOM": KEEP_ROOM,
+        "HALVINGS": halvings,
+    }
+    with torch.cuda.device(device):
+        return _function("keep", compiled("keep", constants), 0)
+
+
+@functools.lru_cache
+def _loaded(chunks: int, device: torch.device) -> HopperKernels | None:
+    """The kernels in a device's context; None, and the reason in the log, where they cannot be compiled or loaded."""
+    ring = ring_of(chunks)
+    shared_bytes = chunks * _USER_CHUNK_BYTES + ring["STAGES"] * _STAGE_BYTES + _ALIGNMENT_BYTES
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)  # the device's context is then this thread's
+            lengths = {"NUMBERS": chunks * _CHUNK // 32, "ROUND_UP": ROUND_UP, "LEAST": LEAST}
+            encode = _function("encode", compiled("encode", lengths), 0)
+            sizes = ring | {"SPLITS": SPLITS, "LANES": LANES}
+            above = _function("above", compiled("above", sizes), shared_bytes)
+            exact = _function("exact", compiled("exact", {}), _EXACT_SHARED_BYTES)
+    except (ImportError, OSError, RuntimeError) as error:
+        _log.warning("%s is searched by Triton's kernels, which are slower: %s", device, error)
+        return None
+    return HopperKernels(encode, above, exact, shared_bytes, device)
+
+
+def ring_of(chunks: int) -> dict[str, int]:
+    """Constants of `above` for users of so many chunks: stages of items as there is room for beside them."""
+    free_bytes = _SHARED_BYTES - chunks * _USER_CHUNK_BYTES
+    return {"CHUNKS": chunks, "STAGES": min(_STAGES_MOST, free_bytes // _STAGE_BYTES)}
+
+
+def compiled(name: str, constants: Mapping[str, float]) -> bytes:
+    """Machine code of `kernels/<name>.cu` for sm_90a, by NVRTC. Raises RuntimeError with the compiler's log."""
+    from cuda.bindings import nvrtc
+
+    source = files("precompute.device.kernels").joinpath(f"{name}.cu").read_bytes()
+    program = _checked(*nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], []))
+    options = ["--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false"]
+    options += [f"--define-macro={constant}={value}" for constant, value in constants.items()]
+    (result,) = nvrtc.nvrtcCompileProgram(
+        program, len(options), [option.encode() for option in options]
+    )
+    if int(result):
+        log = bytearray(_checked(*nvrtc.nvrtcGetProgramLogSize(program)))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"NVRTC: {log.decode(errors='replace').strip()}")
+    code: bytes = b" " * _checked(*nvrtc.nvrtcGetCUBINSize(program))
+    _checked(*nvrtc.nvrtcGetCUBIN(program, code))
+    _checked(*nvrtc.nvrtcDestroyProgram(program))
+    return code
+
+
+def _function(name: str, code: bytes, shared_bytes: int) -> Any:
+    from cuda.bindings import driver
+
+    module = _checked(*driver.cuModuleLoadData(code))
+    function = _checked(*driver.cuModuleGetFunction(module, name.encode()))
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(*driver.cuFuncSetAttribute(function, most, shared_bytes))
+    return function
+
+
+def _launch(
+    function: Any, grid: tuple[int, int], threads: int, shared_bytes: int, arguments: Sequence[Any]
+) -> None:
+    from cuda.bindings import driver
+
+    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    stream = torch.cuda.current_stream().cuda_stream
+    _checked(
+        *driver.cuLaunchKernel(
+            function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0
+        )
+    )
+
+
+def _pointers(*tensors: torch.Tensor | None) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+
+
+def _tensor_map(matrix: torch.Tensor, rows: int) -> Any:
+    """Descriptor of a matrix of half-precision numbers for copies of `rows` rows by one chunk, zero beyond its edges.
+
+    By ctypes: the driver wants it at a multiple of 64, where `cuda-bindings` does not keep its own.
+    """
+    storage = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    offset = -ctypes.addressof(storage) % _MAP_ALIGNMENT
+    descriptor = (ctypes.c_char * _MAP_BYTES).from_buffer(storage, offset)
+    count, width = matrix.shape
+    result = _driver().cuTensorMapEncodeTiled(
+        descriptor, _FLOAT16, 2, ctypes.c_void_p(matrix.data_ptr()), (ctypes.c_uint64 * 2)(width, count),
+        (ctypes.c_uint64 * 1)(matrix.stride(0) * 2), (ctypes.c_uint32 * 2)(_CHUNK, rows),
+        (ctypes.c_uint32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTION_256, 0,
+    )  # fmt: skip
+    if result:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: CUresult {result}")
+    return descriptor
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _checked(result: Any, *values: Any) -> Any:
+    """The only value of a call of `cuda-bindings`. Raises RuntimeError where it failed."""
+    if int(result):
+        raise RuntimeError(result.name)
+    return values[0] if values else None
