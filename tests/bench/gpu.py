@@ -17,6 +17,7 @@ measured. The night on the same device is the bench `night`, its baseline the ke
 """
 
 import importlib.util
+import json
 import os
 import statistics
 import sys
@@ -370,6 +371,8 @@ def main() -> None:
             report.figures["device_name"] = torch.cuda.get_device_name(device)
         for name, case in cases(options, "gpu" if device.type == "cuda" else "processor"):
             measure(report, options, device, name, case)
+            if options.json:  # so that a session that ends early has what was measured
+                print(json.dumps(report.to_json(quick=options.quick)), flush=True)
     report.show(options)
 
 

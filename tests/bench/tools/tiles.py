@@ -71,12 +71,13 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     pairs = rows, torch.randint(len(items), (count * HISTORY,), device=device)
     hidden = fused.hidden_of(pairs, count, len(items))
     wanted = torch.full((count,), FETCH, dtype=torch.int32, device=device)
-    kept, left_out = fused.kept_of(on, columns, queries, wanted, CAPACITY, tiles)
+    look = partial(fused.kept_of, on, columns, queries, wanted, CAPACITY, tiles, estimating=True)
+    kept, left_out = look()
     keys = fused.keys_of(on, columns, queries, hidden, kept, left_out, tiles)
     runs: dict[str, Callable[[], object]] = {
         "copies": lambda: on.queries(users, users),
         "histories": lambda: fused.hidden_of(pairs, count, len(items)),
-        "bounds": lambda: fused.kept_of(on, columns, queries, wanted, CAPACITY, tiles),
+        "bounds": look,
         "exact": lambda: fused.keys_of(on, columns, queries, hidden, kept, left_out, tiles),
         "best": lambda: fused.leading_of(keys, K, tiles),
     }
