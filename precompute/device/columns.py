@@ -56,6 +56,27 @@ class Columns:
         return rows.view(len(product), -1, PAIR).amax(2)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockStage:
+    """`blocks` of the blocks `offset`, `offset + stride` and so on.
+
+    Where `skip` is not 0, of every skip + 1 of them the `hole`-th was looked at by an earlier stage, and is left out.
+    """
+
+    blocks: int
+    stride: int
+    offset: int = 0
+    skip: int = 0
+    hole: int = 0
+
+    def block(self, at: int) -> int:
+        """The block that is looked at as the `at`-th."""
+        if self.skip:
+            full, rest = divmod(at, self.skip)
+            at = full * (self.skip + 1) + rest + (rest >= self.hole)
+        return at * self.stride + self.offset
+
+
 def group_of(count: int) -> int:
     """Items of a group, of so many: reading a group's K best costs about as much as its column is wide."""
     wanted = max(1, count // _CANDIDATES) ** 0.5  # where both are small

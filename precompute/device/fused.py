@@ -15,15 +15,15 @@ from cache.model.ranking import Metric, unit
 from cache.topk.flat import Compared
 from precompute.device import hopper
 from precompute.device import search as operators
-from precompute.device.columns import ABREAST, LANES, SPLITS, Columns
-from precompute.device.items import UNDERFLOW, DeviceItems, Queries
+from precompute.device.columns import ABREAST, LANES, SPLITS, BlockStage, Columns
+from precompute.device.items import UNDERFLOW, DeviceItems
 from precompute.device.kernels import above, hits, keep
 from precompute.device.kernels import keys as kernels_of_keys
+from precompute.device.queries import Queries
 from precompute.device.search import SearchShape, best_of, certain
 from precompute.device.sizes import (
     FETCH_MOST,
     SEGMENTS,
-    BlockStage,
     Tiles,
     capacity_of,
     estimating_stages_of,
@@ -226,7 +226,9 @@ def keys_of(
     users, capacity = kept.shape[:2]
     keys = torch.empty((users, columns.size, capacity), dtype=torch.int64, device=kept.device)
     if tiles.hopper is not None:
-        tiles.hopper.write_keys(items, columns, queries, hidden, kept, left_out, keys)
+        tiles.hopper.write_keys(
+            items.exact, items.own, columns, queries, hidden, kept, left_out, keys
+        )
         return keys
     part = min(tiles.scored, capacity if kept.device.type == "cuda" else power(users * capacity))
     steps = items.exact.shape[1]

@@ -12,15 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from precompute.device.columns import LANES, SPLITS, Columns
-
-if TYPE_CHECKING:
-    from precompute.device.items import DeviceItems, Queries
-    from precompute.device.sizes import BlockStage
+from precompute.device.columns import LANES, SPLITS, BlockStage, Columns
+from precompute.device.queries import Queries
 
 USERS = 256
 """Users of one program of `above`."""
@@ -94,7 +91,7 @@ class HopperKernels:
         limits: torch.Tensor,
         columns: Columns,
         weight: torch.Tensor,
-        stage: "BlockStage",
+        stage: BlockStage,
         entries: torch.Tensor,
         counts: torch.Tensor,
         slack: float,
@@ -134,9 +131,10 @@ class HopperKernels:
 
     def write_keys(
         self,
-        items: "DeviceItems",
+        vectors: torch.Tensor,
+        own: torch.Tensor | None,
         columns: Columns,
-        queries: "Queries",
+        queries: Queries,
         hidden: tuple[torch.Tensor, torch.Tensor],
         kept: torch.Tensor,
         left_out: torch.Tensor,
@@ -144,16 +142,16 @@ class HopperKernels:
     ) -> None:
         """Write the exact keys int64 [n, size, capacity] of kept entries: see `kernels.keys`.
 
-        A user's keys come one behind the other, and `WORST` behind them.
+        `vectors` and `own` are the items' (`DeviceItems`). A user's keys come one behind the other, then `WORST`.
         """
         users, capacity = kept.shape[:2]
-        steps = items.exact.shape[1]
-        is_cosine = items.own is not None and queries.own is not None
-        lengths = (queries.own, items.own) if is_cosine else (queries.exact, items.exact)
+        steps = vectors.shape[1]
+        is_cosine = own is not None and queries.own is not None
+        lengths = (queries.own, own) if is_cosine else (queries.exact, vectors)
         arguments = [
-            *_pointers(queries.exact, lengths[0], items.exact, lengths[1]),
+            *_pointers(queries.exact, lengths[0], vectors, lengths[1]),
             *_pointers(kept, left_out, columns.ordinals, *hidden, keys),
-            *map(ctypes.c_int, (len(items.order), steps, capacity, is_cosine)),
+            *map(ctypes.c_int, (len(vectors), steps, capacity, is_cosine)),
         ]
         shared_bytes = _PARTS_BYTES + steps * 16 + columns.size * capacity * 4
         _launch(self.exact, (users, 1), _EXACT_THREADS, shared_bytes, arguments)

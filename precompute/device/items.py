@@ -13,6 +13,7 @@ from cache.topk.flat import Compared
 from precompute.device.columns import Columns, columns_by_rank, group_of
 from precompute.device.exact import SUMS, in_order
 from precompute.device.hopper import LEAST, ROUND_UP, kernels_for
+from precompute.device.queries import Queries
 
 _NORMAL = {torch.float16: 2.0**-14}
 """Smaller numbers are left to the residual: not every GPU multiplies them."""
@@ -23,27 +24,6 @@ _POWER_MOST = 126
 _MULTIPLE = 8
 _PART = 1 << 16
 _PROBED = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Queries:
-    """Users [n, ...] in the units of the items: `codes` half, `length` and `residual` float32 [n], rounded up.
-
-    `size` float64 [n] are the lengths of the vectors as they came.
-    """
-
-    exact: torch.Tensor
-    own: torch.Tensor | None
-    codes: torch.Tensor
-    length: torch.Tensor
-    residual: torch.Tensor
-    scale: torch.Tensor
-    size: torch.Tensor
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors of these users."""
-        always = (self.exact, self.codes, self.length, self.residual, self.scale, self.size)
-        return always if self.own is None else (*always, self.own)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

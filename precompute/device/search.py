@@ -13,7 +13,8 @@ import torch
 
 from precompute.device.columns import Columns
 from precompute.device.exact import WORST, dots, keys_of, scores_of
-from precompute.device.items import DeviceItems, Queries
+from precompute.device.items import DeviceItems
+from precompute.device.queries import Queries
 
 _FIRST = 8
 """The longest items, one part of so many, are multiplied first; each tile then doubles what was done."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from precompute.device import hopper
-from precompute.device.columns import ABREAST, LANES, SPLITS
+from precompute.device.columns import ABREAST, LANES, SPLITS, BlockStage
 from precompute.device.hopper import HopperKernels
 
 FETCH_MOST = 1 << 11
@@ -19,27 +19,6 @@ _RATIO, _LAST_RATIO = 6, 4
 fewer in the last, which has most of the blocks."""
 _ESTIMATING_RATIO = 16
 """The most that such a ratio is where limits are estimated."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStage:
-    """`blocks` of the blocks `offset`, `offset + stride` and so on.
-
-    Where `skip` is not 0, of every skip + 1 of them the `hole`-th was looked at by an earlier stage, and is left out.
-    """
-
-    blocks: int
-    stride: int
-    offset: int = 0
-    skip: int = 0
-    hole: int = 0
-
-    def block(self, at: int) -> int:
-        """The block that is looked at as the `at`-th."""
-        if self.skip:
-            full, rest = divmod(at, self.skip)
-            at = full * (self.skip + 1) + rest + (rest >= self.hole)
-        return at * self.stride + self.offset
 
 
 def stages_of(blocks: int, room: int) -> Iterator[BlockStage]:

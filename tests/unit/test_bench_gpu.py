@@ -88,17 +88,17 @@ def test_a_session_keeps_what_went_well_under_the_name_of_the_gpu(
 
     assert session.main() == code
 
-    names = {"gpu-h200.json", "equal-h200.json", "shard-h200.json"} - (
-        {"gpu-h200.json"} if code and broken != "pytest" else set()
-    )
+    # What a bench printed before it failed is kept too: time on a GPU is rare.
+    names = {f"{bench}-h200.json" for bench in ("gpu", "equal", "shard", "profile")}
     assert {each.name for each in tmp_path.iterdir()} == names
     assert all(json.loads(each.read_text())["date"] for each in tmp_path.iterdir())
 
 
 def test_a_part_of_a_session_that_takes_too_long_is_ended(capsys):
-    assert session.ran(["timeit", "-n", "1", "import time; time.sleep(60)"], 0.5)[0] == 124
+    slow = ["timeit", "-n", "1", "print('{}', flush=True); import time; time.sleep(60)"]
+    assert session.ran(slow, 5.0) == (124, "{}\n")
     assert session.ran(["this"], 30.0)[0] == 0
-    assert sum(seconds for _, seconds in session.BENCHES.values()) + session.TESTS_S < 600
+    assert sum(seconds for _, seconds in session.BENCHES.values()) + session.TESTS_S <= 480
 
 
 def install_flashlib(monkeypatch, flash_knn):

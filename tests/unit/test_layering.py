@@ -39,6 +39,7 @@ THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     "airflow": {"airflow": ("dags/",)},
     "client": {"flatbuffers": ("serving/arrow_ipc/",), "httpx": ("serving/client",)},
     "gpu": {
+        "cuda": ("precompute/device/hopper.py",),
         "torch": ("precompute/",),
         "triton": ("precompute/device/kernels/", "precompute/device/fused.py"),
     },
@@ -65,6 +66,7 @@ THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
 # What is not called like the requirement that brings it.
 REQUIREMENTS = {
     "airflow": "apache-airflow",
+    "cuda": "cuda-bindings",
     "faiss": "faiss-cpu",
     "hiredis": "redis",
     "opentelemetry": "opentelemetry-sdk",
