@@ -41,12 +41,16 @@ class ConfigFile:
         if not (found := path or environ.get("LARDER_CONFIG")):
             return cls()
         try:
-            document = tomllib.loads(Path(found).read_text(encoding="utf-8-sig"))
+            document = tomllib.loads(_text_of(Path(found).read_bytes()))
         except FileNotFoundError as error:
             raise ConfigError(
                 f"cannot read configuration file {found}: it does not exist"
             ) from error
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"cannot read configuration file {found}: it is not UTF-8: save it as UTF-8"
+            ) from error
+        except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"cannot read configuration file {found}: {error}") from error
         return cls(Path(found), document)
 
@@ -68,6 +72,13 @@ class ConfigFile:
         return (
             path if self.path is None or "://" in path else str(self.path.parent.absolute() / path)
         )
+
+
+def _text_of(raw: bytes) -> str:
+    """Text of a file without its byte order marks, which editors write in UTF-8 and PowerShell in UTF-16."""
+    encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
+    # TOML knows pairs of CR and LF for line breaks, and no others than these and LF.
+    return raw.decode(encoding).lstrip("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 class _Settings(BaseSettings):

@@ -28,11 +28,12 @@ _UTF_8 = (
 _HASHED_AT_ONCE = 1 << 18
 WORDS_FOR_NOTHING = (
     "NULL", "null", "Null", "<NULL>", "<null>", "(null)", "\\N", "NaN", "nan", "NAN", "-NaN", "-nan", "NaT", "NA",
-    "<NA>", "#NA", "N/A", "n/a", "#N/A", "None", "undefined",
+    "<NA>", "#NA", "N/A", "n/a", "#N/A", "#N/A N/A", "None", "none", "NONE", "<none>", "(none)", "undefined",
+    "#NULL!", "#REF!", "#VALUE!", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
 """Texts that programs write where a value is missing; `nil`, `na` and the like, which are names, too, are not here."""
 _DECIMAL_DIGITS_MAX = 76
-_FLOAT = r"^[+-]?(\d+\.0+|\d(\.\d+)?[eE][+]\d+)$"
+_FLOAT = r"^[+-]?(\d+[.,]0+|\d(\.\d+)?[eE][+]\d+)$"
 """Texts that programs make of whole numbers which they took for fractions."""
 _SHARE_OF_FLOATS = 0.9
 """Share of a column's ids that must be such texts for it to be refused."""

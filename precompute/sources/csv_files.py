@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from cache.config.sections import Sources
 from cache.errors import SourceError
+from precompute.sources import unread
 from precompute.sources.files import SourceFile, readable
+from precompute.sources.unread import UTF_8_MARK
 
 PIECE_BYTES = 1 << 21
 """Bytes of a file that are parsed at once, more where one row is longer."""
@@ -27,9 +29,6 @@ LINES_SUSPECT: Final = 4
 BLANKS: Final = " \t\r\n\v\f"
 """Characters around an id or a column's name that do not belong to it."""
 
-UTF_8_MARK = b"\xef\xbb\xbf"
-UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-IS_UTF_16: Final = "is UTF-16: convert it to UTF-8, e.g. with iconv -f utf-16 -t utf-8"
 _NOT_QUOTED = (
     'if quotes in this file do not enclose values, set [sources] quote = ""; if a backslash stands before quotes that '
     'are part of a value, set escape = "\\\\"'
@@ -303,9 +302,10 @@ class CsvFile:
 
     def _read_header(self) -> tuple[bytes, Piece]:
         start = self._read(PIECE_BYTES)
-        if start.startswith(UTF_16_MARKS):
-            raise SourceError(f"{self._path} {IS_UTF_16}")
-        start = start.removeprefix(UTF_8_MARK)
+        if reason := unread.of_text(start):
+            raise SourceError(f"{self._path} {reason}")
+        while start.startswith(UTF_8_MARK):
+            start = start.removeprefix(UTF_8_MARK)
         if b"\n" not in start and b"\r" in start:
             self._line_break = b"\r"
         self._rest = start.lstrip(b"\r\n")

@@ -1,11 +1,13 @@
 """A look at the first rows of interactions with the eyes of a night."""
 
 from collections.abc import Collection
+from itertools import islice
 from pathlib import Path
 
 from cache.config.sections import Sources
 from cache.errors import LarderError
 from precompute.sources.formats import INTERACTIONS
+from precompute.sources.plausibility import Shape, odd_in_words
 from precompute.sources.readers import read_interactions
 from precompute.sources.unusable import HEADER, Unusable, remedy
 
@@ -17,9 +19,12 @@ def first_rows_in_words(
 
     Empty where it reads them all as they are. Reasons that were `said` already are left out.
     """
-    unusable = Unusable()
+    unusable, odd = Unusable(), list[str]()
     try:
-        next(read_interactions(sources, base, unusable=unusable), None)
+        for rows in islice(read_interactions(sources, base, unusable=unusable), 1):
+            shape = Shape.of_batch(rows)
+            # Lists in fields were told by the look at the columns already.
+            odd = [] if shape.holds_lists else odd_in_words(shape)
     except LarderError as error:
         return [f"a night refuses the interactions: {error.message}"]
     report = unusable.to_json().get(INTERACTIONS, {})
@@ -29,4 +34,4 @@ def first_rows_in_words(
         for why, reason in reasons.items()
         if why not in said
     ]
-    return [*left_out, *unusable.remarks(INTERACTIONS)]
+    return [*left_out, *unusable.remarks(INTERACTIONS), *odd]

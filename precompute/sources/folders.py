@@ -26,7 +26,9 @@ _RECURSIVE: Final = "**"
 _ICEBERG_METADATA: Final = re.compile(
     r"(v\d+|\d{5}-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text"
 )
-_MARKERS: Final = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}
+_MARKERS: Final = {
+    "_delta_log": "a Delta table", ".hoodie": "a Hudi table", "_spark_metadata": "the output of a Spark stream",
+}  # fmt: skip
 """Folders that only a table of this kind has."""
 
 

@@ -13,10 +13,12 @@ import pyarrow.parquet
 
 from cache.config.sections import Sources
 from cache.errors import SourceError
+from precompute.sources import unread
 from precompute.sources.columns import demand_once, plain_batch
-from precompute.sources.csv_files import BLANKS, IS_UTF_16, UTF_8_MARK, UTF_16_MARKS, CsvFile
+from precompute.sources.csv_files import BLANKS, CsvFile
 from precompute.sources.files import SourceFile, readable
-from precompute.sources.unusable import BREAK, COLUMNS, HEADER, Unusable
+from precompute.sources.unread import UTF_8_MARK
+from precompute.sources.unusable import BREAK, COLUMNS, Unusable, shown
 
 INTERACTIONS = "interactions"
 """Name of the interactions in reports."""
@@ -26,6 +28,8 @@ LINES_LOOKED_AT = 1_000
 TABLE_FIELDS = range(3, 9)
 """Numbers of fields that tables of interactions have."""
 _NUMBER_OR_TIME = re.compile(rb"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?$|\d{4}-\d{2}-\d{2}|\d{2}:\d{2}")
+_COMMENTS = (b"# ", b"% ", b"// ")
+"""Beginnings of a text file that describe it, as those of graphs and matrices do."""
 INT96_UNIT = "us"
 """Unit of Spark's old times: those of nanoseconds wrap around beyond the year 2262, to 1816."""
 TEXT_BYTES = 4
@@ -43,6 +47,8 @@ def format_of(path: SourceFile, sources: Sources) -> str:
             return "csv"
         case ".txt":
             return "lines"
+    if reason := unread.of_name(path.name):
+        raise SourceError(f"cannot read {path}: {reason}")
     raise SourceError(
         f"cannot tell the format of {path}; set sources.format to parquet, csv or lines"
     )
@@ -78,9 +84,11 @@ def _lines_of(path: SourceFile, raw: Any) -> Iterator[bytes]:
     """Lines of a file without its byte order mark."""
     lines = iter(gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw)
     for first in islice(lines, 1):
-        if first.startswith(UTF_16_MARKS):
-            raise SourceError(f"{path} {IS_UTF_16}")
-        yield first.removeprefix(UTF_8_MARK)
+        if reason := unread.of_text(first):
+            raise SourceError(f"{path} {reason}")
+        while first.startswith(UTF_8_MARK):
+            first = first.removeprefix(UTF_8_MARK)
+        yield first
     yield from lines
 
 
@@ -88,6 +96,11 @@ def demand_lines(path: SourceFile) -> None:
     """Raises SourceError for a text file that looks like a table; one whose format is set is not looked at."""
     with path.open("rb") as raw:
         head = [line.strip(b"\r\n") for line in islice(_lines_of(path, raw), LINES_LOOKED_AT)]
+    if head and head[0].startswith(_COMMENTS):
+        raise SourceError(
+            f"{path} begins with a comment, {shown(head[0])!r}: lines are read as `user item item ...`, so leave "
+            "comments out"
+        )
     if reason := unlike_lines([line for line in head if line.strip()]):
         raise SourceError(
             f"{path} {reason}, not lines of `user item item ...`: put a line of column names above, and set "
@@ -165,9 +178,6 @@ def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Itera
         user, item = sources.user_column, sources.item_column
         for batch in file.batches(list(read.values()), skip_line):
             rows = pa.record_batch(batch.columns, list(read))
-            users, items = rows.column(user), rows.column(item)
-            is_header = pc.and_(pc.equal(users, named[user]), pc.equal(items, named[item]))
-            rows = _less(rows, HEADER, is_header, path, unusable)
             if file.has_long_values:
                 for name in (user, item):
                     has_break = pc.match_substring_regex(rows.column(name), "[\r\n]")

@@ -34,6 +34,7 @@ _ISO = (
     r"(?::?(?P<second>\d{2})(?:[.,](?P<fraction>\d{1,9}))?)?)?\s*"
     r"(?:[Zz]|UTC|GMT|(?P<sign>[+-])(?P<zone_hour>\d{2}):?(?P<zone_minute>\d{2})?)?)?\s*$"
 )
+_LATE_DATE = r"^\s*(2[2-9]\d\d|[3-9]\d{3})-(0[1-9]|1[0-2])-([0-2]\d|3[01])([T ]|\s*$)"
 _ISO_NUMBERS = ("year", "month", "day", "hour", "minute", "second", "zone_hour", "zone_minute")
 
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": MICROSECONDS, "ns": 1_000_000_000}
@@ -66,12 +67,15 @@ class _Digits:
 
 
 _DIGITS = (
-    _Digits("yyyymmdd", 1, 0), _Digits("yyyymmddhhmm", 10_000, 4), _Digits("yyyymmddhhmmss", 1_000_000, 6)
+    _Digits("yyyymmdd", 1, 0), _Digits("yyyymmddhh", 100, 2), _Digits("yyyymmddhhmm", 10_000, 4),
+    _Digits("yyyymmddhhmmss", 1_000_000, 6),
 )  # fmt: skip
 _NO_SECONDS = (
     (1_900, 2_200, "years"),
     (7_305, 84_006, "numbers of days"),
     (190_001, 220_012, "months"),
+    (726_834, 767_010, "numbers of days since the year 0"),
+    (2_447_892, 2_488_070, "numbers of Julian days"),
 )
 """Ranges of numbers that are no seconds since 1970 if a column has hardly any other; days are those from 1990 on."""
 _SHARE_OF_DIGITS = 0.5
@@ -80,6 +84,15 @@ _SHARE_OF_DIGITS = 0.5
 
 _SHARE_OF_NO_SECONDS = 0.95
 """Share of a column's first numbers that must be such numbers for the file to be refused; the rest marks `never`."""
+_DAYS_IN_DIGITS = (
+    # Divisors of year, month and day within the number, and the numbers of values behind each.
+    ("ddmmyyyy", (1, 10_000), (10_000, 100), (1_000_000, 100)),
+    ("mmddyyyy", (1, 10_000), (1_000_000, 100), (10_000, 100)),
+    ("yymmdd", (10_000, 100), (100, 100), (1, 100)),
+)
+"""Forms of dates as digits that are not read, since they may be mistaken for others: form, then year, month and day."""
+_JUDGED_DISTINCT = 5
+"""Numbers of a column below which a form of digits that they have may be chance."""
 
 
 class Clock:
@@ -115,6 +128,12 @@ class Clock:
                     f"column {self._name!r} holds dates as {digits.form}: they are read so, as UTC"
                 )
                 return
+        if form := _day_form(given):
+            raise SourceError(
+                f"{self._path}: column {self._name!r} holds numbers such as {given[0]:,.0f}, which look like dates as "
+                f"{form} and not like seconds since 1970: write dates, such as 2023-11-14",
+                column=self._name,
+            )
         for least, most, unit in _NO_SECONDS:
             if ((given >= least) & (given <= most)).mean() >= _SHARE_OF_NO_SECONDS:
                 raise SourceError(
@@ -123,6 +142,31 @@ class Clock:
                     "such as 2023-11-14, or multiply numbers of days since 1970 by 86,400",
                     column=self._name,
                 )
+
+
+def _day_form(numbers: NDArray[np.float64]) -> str | None:
+    """Form in which numbers are days as digits, of those that are not read; None if they are not."""
+    distinct = np.unique(numbers)
+    if len(distinct) < _JUDGED_DISTINCT or not (distinct == np.floor(distinct)).all():
+        return None
+    whole = distinct[(distinct > 0) & (distinct < 100_000_000)].astype(np.int64)
+    if len(whole) < _SHARE_OF_NO_SECONDS * len(distinct):
+        return None
+    for form, *places in _DAYS_IN_DIGITS:
+        year, month, day = (whole // divisor % count for divisor, count in places)
+        is_day = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
+        if form == "yymmdd":
+            is_day &= (whole >= 10_101) & (whole < 1_000_000) & ((year >= 80) | (year < 50))
+        else:
+            is_day &= (year >= 1980) & (year < 2200)
+        if is_day.mean() >= _SHARE_OF_NO_SECONDS:
+            return form
+    years, days = whole // 1_000, whole % 1_000
+    if (
+        (years >= 1980) & (years < 2200) & (days >= 1) & (days <= 366)
+    ).mean() >= _SHARE_OF_NO_SECONDS:
+        return "yyyyddd"
+    return None
 
 
 def are_positive(weights: Any, path: SourceFile, sources: Sources) -> tuple[NDArray[np.bool_], Bad]:
@@ -176,9 +220,24 @@ def microseconds(
             "1970: if it holds no times, name another column in sources.timestamp_column",
             column=name,
         )
-    reason = unusable.NOT_A_TIME if is_text(kind) else unusable.BEYOND
-    bad = {f"{name}: {unusable.NO_TIME}": missing, f"{name}: {reason}": ~readable & ~missing}
+    unread = ~readable & ~missing
+    is_beyond = _are_beyond(times, unread) if is_text(kind) else unread
+    bad = {
+        f"{name}: {unusable.NO_TIME}": missing,
+        f"{name}: {unusable.BEYOND}": is_beyond,
+        f"{name}: {unusable.NOT_A_TIME}": unread & ~is_beyond,
+    }
     return found, {reason: rows for reason, rows in bad.items() if rows.any()}
+
+
+def _are_beyond(texts: Any, unread: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Mask of the unread rows whose texts are dates of years that are not read, such as 9999-12-31 for `never`."""
+    is_beyond = np.zeros(len(unread), np.bool_)
+    if (rows := np.flatnonzero(unread)).size:
+        is_beyond[rows] = as_rows(
+            pc.match_substring_regex(_readable(texts.take(pa.array(rows))), _LATE_DATE)
+        )
+    return is_beyond
 
 
 def _of_timestamps(times: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -22,7 +22,8 @@ ONE_ID_SHARE: Final = 0.2
 """Share of all rows that one user, or one item, seldom has: such an id often stands for a missing one."""
 ONCE_SHARE: Final = 0.9
 """Share of distinct items among rows from which on nearly each item comes once."""
-LISTS_SHARE: Final = 0.9
+LISTS_SHARE: Final = 0.5
+"""Share of fields with several words from which on a column may hold lists."""
 OLDEST_US: Final = int(datetime(1990, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
 """Times that are all older were written in another unit than they are read in."""
 FEW_USERS: Final = 100
@@ -106,9 +107,13 @@ class Shape:
 
 def remarks(shape: Shape) -> list[str]:
     """What looks odd about interactions, in words that name the figure and what to do."""
-    found = []
-    if few := few_in_words(shape.users, shape.items):
-        found.append(few)
+    few = few_in_words(shape.users, shape.items)
+    return [few, *odd_in_words(shape)] if few else odd_in_words(shape)
+
+
+def odd_in_words(shape: Shape) -> list[str]:
+    """Remarks without that on few users or items."""
+    found: list[str] = []
     if shape.rows < JUDGED_ROWS:
         return found
     for kind, count, most, name in (
@@ -122,8 +127,8 @@ def remarks(shape: Shape) -> list[str]:
                 f"{which} has {most / shape.rows:.0%} of all rows: if that id stands for nobody in particular, or for "
                 "a missing one, leave its rows out"
             )
-    if shape.items >= ONCE_SHARE * shape.rows:
-        several = ", and nearly all hold several words" if shape.holds_lists else ""
+    if shape.items >= ONCE_SHARE * shape.rows or shape.holds_lists:
+        several = ", and most hold several words" if shape.holds_lists else ""
         found.append(
             f"{shape.items:,} items in {shape.rows:,} rows: nearly each comes once{several}, so nothing can be "
             "learnt of them. Is the right column named, and does a row hold one item of one user?"
@@ -135,9 +140,10 @@ def remarks(shape: Shape) -> list[str]:
             "another unit?"
         )
     if 0 < shape.untimed < shape.rows:
+        share = shape.untimed / shape.rows
+        count = f"{share:.0%} of the" if share >= 0.01 else f"{shape.untimed:,} of {shape.rows:,}"
         found.append(
-            f"{shape.untimed / shape.rows:.0%} of the rows have no time, and count as the oldest of all: fill the "
-            "times in"
+            f"{count} rows have no time, and count as the oldest of all: fill the times in"
         )
     return found
 
@@ -172,10 +178,12 @@ def _numbers(users: int, items: int) -> str:
 
 
 def hold_lists(texts: Any) -> bool:
-    """True if a column of ids seems to hold several ids in each field: none comes twice, and nearly all have blanks."""
+    """True if a column of ids seems to hold several in most fields: several words, of which hardly any come twice."""
     if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
         return False
-    if len(texts) < JUDGED_ROWS or pc.count_distinct(texts).as_py() < len(texts):
+    if len(texts) < JUDGED_ROWS:
         return False
-    several = pc.sum(pc.match_substring_regex(texts, _SEVERAL_WORDS)).as_py() or 0
-    return bool(several >= LISTS_SHARE * len(texts))
+    several = texts.filter(pc.match_substring_regex(texts, _SEVERAL_WORDS))
+    if len(several) < LISTS_SHARE * len(texts):
+        return False
+    return bool(pc.count_distinct(several).as_py() >= ONCE_SHARE * len(several))

@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ from precompute.config.settings import Sources
 from precompute.sources.columns import (
     Bad,
     Ids,
+    as_rows,
     demand_columns,
     demand_once,
     is_text,
@@ -30,6 +33,7 @@ from precompute.sources.columns import (
     read_ids,
     without_codes,
 )
+from precompute.sources.csv_files import BLANKS
 from precompute.sources.files import SourceFile, readable, source_files
 from precompute.sources.formats import (
     BATCH_ROWS,
@@ -43,12 +47,17 @@ from precompute.sources.formats import (
     read_lines,
 )
 from precompute.sources.moments import MICROSECONDS, Clock, are_positive, microseconds
-from precompute.sources.unusable import Case, Unusable, shown
+from precompute.sources.unread import NOT_GZIP
+from precompute.sources.unusable import HEADER, Case, Unusable, shown
 
 BATCH_BYTES = 128 << 20
 READ_BYTES = 1 << 20
+NAMES_LOOKED_AT = 10_000
+"""Ids at the beginning of each file that are looked at for blanks around them."""
 
 _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
+_NO_GZIP = re.compile("incorrect header check|Not a gzipped file")
+"""What readers say of a file that has the ending of gzip and begins as another one."""
 _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG})
 
 
@@ -96,12 +105,15 @@ def read_interactions(
             alike.add(skipped[0], column_names(skipped[0], sources) or ())
     for path in paths:
         remark = partial(unusable.remark, INTERACTIONS)
-        clock = Clock(path, sources.timestamp_column, remark)
+        clock, is_first = Clock(path, sources.timestamp_column, remark), True
         with reading(path):
             for columns in _batches(path, sources, unusable):
                 if len(columns):
                     alike.add(path, columns.schema.names)
                 batch = _usable(columns, path, sources, unusable, clock)
+                if is_first and len(batch.times):
+                    _remark_on_blanks(batch, sources, remark)
+                    is_first = False
                 if cut is not None and (newer := batch.times >= cut).any():
                     late(batch.only(newer))
                     yield batch.only(~newer)
@@ -109,6 +121,21 @@ def read_interactions(
                     yield batch
     if not skip:
         unusable.demand_some(INTERACTIONS, ", ".join(path.name for path in paths[:3]))
+
+
+def _remark_on_blanks(batch: Interactions, sources: Sources, remark: Callable[[str], None]) -> None:
+    """Remark on ids with blanks around them, as columns of a fixed width have them; a request has to send these, too.
+
+    No id is named, since those of an erased user must stand in no report.
+    """
+    for ids, column in ((batch.users, sources.user_column), (batch.items, sources.item_column)):
+        names = ids.names[:NAMES_LOOKED_AT]
+        is_padded = pc.not_equal(pc.utf8_trim_whitespace(names), names)
+        if count := pc.sum(is_padded).as_py():
+            remark(
+                f"column {column!r} has blanks around {count:,} of its first {len(names):,} ids, which are part of "
+                "them: trim them in the file"
+            )
 
 
 def _batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:
@@ -143,7 +170,8 @@ def _usable(
     user_ids, bad_users = read_ids(batch.column(users), path, users)
     item_ids, bad_items = read_ids(batch.column(items), path, items)
     found = Interactions(user_ids, item_ids, times)
-    if not (bad := {**bad_users, **bad_items, **no_time, **bad}):
+    again = _header_again(user_ids, users, item_ids, items)
+    if not (bad := {**again, **bad_users, **bad_items, **no_time, **bad}):
         return found
 
     def case(row: int) -> Case:
@@ -151,6 +179,22 @@ def _usable(
         return {**dict(zip(("user", "item"), ids, strict=True)), "file": path.name}
 
     return found.only(~unusable.note_rows(INTERACTIONS, bad, case))
+
+
+def _header_again(users: Ids, user_column: str, items: Ids, item_column: str) -> Bad:
+    """Rows that are the names of the columns once more, in whatever case, as files that were joined have them."""
+    is_header = np.ones(len(users), np.bool_)
+    for ids, column in ((items, item_column), (users, user_column)):  # items are fewer
+        title = column.strip(BLANKS)
+        as_long = np.flatnonzero(
+            as_rows(pc.equal(pc.binary_length(ids.names), len(title.encode())))
+        )
+        names = pc.ascii_lower(ids.names.take(pa.array(as_long)))
+        titles = as_long[as_rows(pc.equal(names, pc.ascii_lower(pa.scalar(title))))]
+        if not len(titles):
+            return {}
+        is_header &= np.isin(ids.codes, titles)
+    return {HEADER: is_header} if is_header.any() else {}
 
 
 def _value(column: Any, row: int) -> Any:
@@ -239,6 +283,8 @@ def reading(path: SourceFile) -> Iterator[None]:
                 remedy = "it is not UTF-8; convert it, e.g. with iconv -t utf-8"
             case EOFError():
                 remedy = "it is cut off; copy it again"
+            case _ if _NO_GZIP.search(str(error)):
+                remedy = f"it {NOT_GZIP}"
             case zlib.error() | gzip.BadGzipFile():
                 remedy = "its compressed data is damaged; copy it again"
             case OSError():

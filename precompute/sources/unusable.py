@@ -39,6 +39,7 @@ _SECONDS = (
 _REMEDIES: Final = {
     NO_ID: "an empty id is none, nor is a word that programs write for nothing, such as NULL, \\N, NaN or None: "
     "fill them in, or name another column in [sources]",
+    LENGTH: "an id has 1 to 256 bytes: fill empty ones in, and shorten long ones, e.g. to a hash",
     COLUMNS: "a row has as many fields as the header: a separator at its end makes one more; a field that holds the "
     'separator stands between quotes; if quotes do not enclose values, set [sources] quote = ""',
     BREAK: 'is a quote not closed? If quotes do not enclose values, set [sources] quote = ""',

@@ -33,6 +33,8 @@ def look_at_sources(config: "NightConfig") -> Found:
     rows = 0 if first is None else len(first.times)
     left_out = unusable.left_out(INTERACTIONS)
     is_all = next(read, None) is None
+    if sources.interactions and is_all and not unusable.to_json().get(INTERACTIONS):
+        demand_least(0, 0)
     if sources.interactions and not rows:
         return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
     for name, columns in (

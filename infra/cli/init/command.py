@@ -55,7 +55,7 @@ def _first_rows(guesses: Guesses, base: Path) -> list[str]:
     """Notes on what a night would make of the first rows of the interactions."""
     table, columns = guesses.interactions, guesses.columns
     user, item = columns.get("user"), columns.get("item")
-    if table is None or not user or not item:
+    if table is None or not user or not item or not guesses.is_complete:
         return []
     from precompute.config.settings import Sources
     from precompute.sources.first_rows import first_rows_in_words

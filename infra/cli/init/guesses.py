@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infra.cli.init.look import ERRORS, FoundTable, are_unique
-from infra.cli.init.roles import Role, Roles, plain, roles_of
+from infra.cli.init.roles import FITS, Kind, Role, Roles, plain, roles_of, unfit_in_words
 from precompute.sources.plausibility import hold_lists
 
 FEW_ITEMS = 1_024
@@ -53,7 +53,8 @@ def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
     if both:
         _interactions(found, both, known)
     elif tables:
-        _half(found, tables[0], known[tables[0].title])
+        table = max(tables, key=lambda each: _recognised(known[each.title]))
+        _half(found, table, known[table.title])
     else:
         seen = (
             "none of the files found can be read (see the notes)"
@@ -91,7 +92,7 @@ def _interactions(found: Guesses, both: list[FoundTable], known: dict[str, Roles
         )
     if (name := found.columns["item"]) is not None and hold_lists(table.sample[name]):
         found.notes.append(
-            f"column {name!r} seems to hold a whole history in each field: no id comes twice, and nearly all hold "
+            f"column {name!r} seems to hold a whole history in each field: hardly one comes twice, and most hold "
             "several words. A row is one item of one user: write a row for each"
         )
     if (name := found.columns["timestamp"]) is not None and (
@@ -120,26 +121,52 @@ def _few_items(found: Guesses) -> int | None:
     table, name = found.interactions, found.columns.get("item")
     if (features := found.features.get("item")) is not None and features.rows is not None:
         count = features.rows
-    elif table is not None and name is not None and len(table.sample):
+    elif (
+        table is not None and name is not None and _has_ids(table.sample[name], table.columns[name])
+    ):
         count = pc.count_distinct(table.sample[name]).as_py()
     else:
         return None
     return count if count < FEW_ITEMS else None
 
 
+def _recognised(roles: Roles) -> int:
+    """Number of columns of ids in a table, also of such as a night refuses."""
+    return len({"user", "item"} & {*roles.columns, *roles.unfit})
+
+
+def _has_ids(column: Any, kind: Kind) -> bool:
+    return bool(len(column) > column.null_count and kind in FITS["item"])
+
+
 def _half(found: Guesses, table: FoundTable, roles: Roles) -> None:
-    """The largest table is taken for the interactions; what is not recognised in it is to be written."""
+    """The table of the most columns of ids is taken for the interactions; what is not recognised is to be written."""
     found.interactions = table
     found.columns = {
-        name: roles.columns.get(name) for name in ("user", "item", "timestamp", "weight")
+        name: roles.columns.get(name, roles.unfit.get(name))
+        for name in ("user", "item", "timestamp", "weight")
     }
-    found.notes += roles.remarks
+    unfit = {
+        role: unfit_in_words(role, name, table.columns[name]) for role, name in roles.unfit.items()
+    }
+    found.notes += [remark for remark in roles.remarks if remark not in unfit.values()]
+    found.missing += [f"{table.title}: {remark}" for remark in unfit.values()]
+    if lists := [name for name in table.columns if _holds_lists(table, name)]:
+        found.notes.append(
+            f"column {lists[0]!r} of {table.title} holds lists: a row is one item of one user, so write a row for each "
+            "of a list's values (in pandas explode, in SQL unnest)"
+        )
     for role in ("user", "item"):
-        if role not in roles.columns:
+        if role not in roles.columns and role not in roles.unfit:
             found.missing.append(
                 f"[sources] {role}_column: none of the columns of {table.title} ({', '.join(table.columns)}) is called "
                 f"like one; write the name of the column of {role} ids"
             )
+
+
+def _holds_lists(table: FoundTable, name: str) -> bool:
+    kind = table.sample.schema.field(name).type
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _features(found: Guesses, table: FoundTable, roles: Roles) -> None:
@@ -180,11 +207,10 @@ def _features(found: Guesses, table: FoundTable, roles: Roles) -> None:
 def _no_times(column: Any) -> str | None:
     """Reason why a column holds no times that a night can read; None if it does."""
     kind = column.type
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_null(kind):
         return None
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        most = pc.max(column).as_py()
-        if most is not None and most > MILLISECONDS_FROM:
+        if (pc.mean(pc.greater(column, MILLISECONDS_FROM)).as_py() or 0) > 0.5:
             return (
                 "holds milliseconds or less since 1970, where seconds are read: it is left out; divide it, or write it "
                 "as a timestamp"

@@ -1,6 +1,7 @@
 """A look at files: which of them are one table, its columns, and how many rows it has."""
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import pyarrow.parquet
 
 from cache.errors import LarderError, SourceError
 from infra.cli.init.roles import Kind
+from precompute.sources import unread
+from precompute.sources.csv_files import BLANKS
 from precompute.sources.files import source_files
 from precompute.sources.folders import Entry, LocalStorage, is_data, tables_among
 
@@ -30,26 +33,12 @@ _ENDINGS = {
     ".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".csv.gz": "csv", ".tsv": "csv", ".tsv.gz": "csv",
 }  # fmt: skip
 _LEFT_OUT = {"artifacts", "bundle", "node_modules", "__pycache__", "venv"}
-_SEPARATORS = (",", ";", "\t", "|")
+_SEPARATORS = (",", ";", "\t", "|", "\x01")
 """Signs between fields, of which the one that stands most often in the first line is taken."""
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-_CONVERT = "write it as Parquet or CSV"
-_UNREAD = {
-    **dict.fromkeys((".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz"), f"JSON is not read: {_CONVERT}"),
-    **dict.fromkeys((".orc", ".avro", ".feather", ".arrow"), f"only Parquet, CSV and lines are read: {_CONVERT}"),
-    **dict.fromkeys((".xls", ".xlsx", ".ods"), "spreadsheets are not read: save the sheet as CSV in UTF-8"),
-    **dict.fromkeys((".pkl", ".pickle", ".h5", ".hdf5", ".sqlite", ".db"), f"it is not read: {_CONVERT}"),
-    **dict.fromkeys(
-        (".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".snappy"),
-        "this compression is not read: unpack it, or compress it with gzip",
-    ),
-    **dict.fromkeys(
-        (".data", ".dat", ".base", ".test", ".inter", ".tab"),
-        "its name does not say its format: if its fields stand between tabs, rename it to .tsv, and put a line of "
-        "column names above",
-    ),
-}  # fmt: skip
-"""Ending -> why files of such names are not taken, and what to do."""
+_SNIFFED_BYTES = 1 << 16
+"""Bytes at the beginning of a file whose name says nothing that are looked at."""
+_NAMED_MOST = 3
+"""Files of one kind that a remark names."""
 ERRORS = (OSError, pa.ArrowException, ValueError, KeyError, LarderError)
 """Errors that an odd file raises: it costs one remark, and the look goes on."""
 
@@ -89,8 +78,7 @@ def look(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
         if seen.is_table:
             groups[seen.format, seen.separator, seen.columns].append(seen)
     tables = [_table_of(group, base) for group in groups.values()]
-    if not tables:
-        remarks += _about_others(paths, base)
+    remarks += _about_others(paths, base, is_all=not tables)
     return sorted(tables, key=lambda table: -table.size_bytes), remarks
 
 
@@ -180,25 +168,48 @@ def _one_remark(
     return None
 
 
-def _about_others(paths: Sequence[Path], base: Path) -> Iterator[str]:
-    """Remarks on files that no table is made of: what they seem to be, and what to do."""
+def _about_others(paths: Sequence[Path], base: Path, *, is_all: bool) -> Iterator[str]:
+    """Remarks on files that are not taken: what they seem to be, and what to do.
+
+    Unless `is_all`, only on those that hold data by their names, since there are other tables.
+    """
     found: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
-        if path.name.lower().endswith((".txt", ".txt.gz")):
-            found[
-                "is text: if its lines are `user item item ...`, name it in [sources] interactions, with "
-                'format = "lines"'
-            ].append(path)
-        elif not _ending(path) and (ending := _unread_ending(path)):
-            found[f"is not taken: {_UNREAD[ending]}"].append(path)
+        if not _ending(path) and (is_all or unread.holds_data_unread(path.name)):
+            found[_why_not_taken(path)].append(path)
     for reason, files in found.items():
-        more = f" (and {len(files) - 1} like it)" if len(files) > 1 else ""
-        yield f"{_relative(files[0], base)}{more} {reason}"
+        names = ", ".join(_relative(path, base) for path in files[:_NAMED_MOST])
+        more = f" (and {len(files) - _NAMED_MOST} more)" if len(files) > _NAMED_MOST else ""
+        yield f"{names}{more} {reason}"
 
 
-def _unread_ending(path: Path) -> str | None:
-    name = path.name.lower()
-    return next((ending for ending in _UNREAD if name.endswith(ending)), None)
+def _why_not_taken(path: Path) -> str:
+    if path.name.lower().endswith((".txt", ".txt.gz")):
+        return (
+            "is text: if its lines are `user item item ...`, name it in [sources] interactions, with "
+            'format = "lines"'
+        )
+    if reason := unread.of_name(path.name):
+        return f"is not taken: {reason}"
+    try:
+        with path.open("rb") as file:
+            head = file.read(_SNIFFED_BYTES)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if reason := unread.of_text(head):
+        return reason
+    if (sign := unread.looks_like_rows(head)) == "::":
+        return "has fields between double colons: write it with commas into a file of a name that ends in .csv"
+    if sign is not None:
+        ending = ".tsv" if sign == "\t" else ".csv"
+        return (
+            f"is not taken: its name does not say its format: it looks like rows with {sign!r} between their fields: "
+            f"rename it to {ending}, and put a line of column names above if there is none"
+        )
+    return (
+        "is not taken: its name does not say its format: Parquet, CSV, TSV and lines of ids are read, of names that "
+        "end in .parquet, .csv, .tsv or .txt"
+    )
 
 
 def _ending(path: Path) -> str:
@@ -221,26 +232,33 @@ def _look_at(path: Path) -> _FileLook:
 
 
 def _look_at_csv(path: Path) -> _FileLook:
-    found = _FileLook(path, "csv")
+    found, is_packed = _FileLook(path, "csv"), path.name.lower().endswith(".gz")
+    if is_packed and not unread.is_gzip(path):
+        return found._replace(remark=unread.NOT_GZIP, is_table=False)
     # A part of its bytes, read to its end: no reader is left running behind the look.
-    with pa.input_stream(
-        str(path), compression="gzip" if path.name.lower().endswith(".gz") else None
-    ) as raw:
+    with pa.input_stream(str(path), compression="gzip" if is_packed else None) as raw:
         head: bytes = raw.read(_CSV_BYTES)
         is_cut = len(head) == _CSV_BYTES
-    if head.startswith(_UTF_16):
-        return found._replace(
-            remark="is UTF-16: convert it with iconv -f utf-16 -t utf-8", is_table=False
-        )
-    if is_cut:
-        head = head[: head.rfind(b"\n") + 1]
-    header = head.partition(b"\n")[0].decode("utf-8-sig").strip("\r")
+    if reason := unread.of_text(head):
+        return found._replace(remark=reason, is_table=False)
+    while head.startswith(unread.UTF_8_MARK):
+        head = head.removeprefix(unread.UTF_8_MARK)
+    # Without a line break the reader takes the names for no rows of no columns.
+    head = head[: head.rfind(b"\n") + 1] if is_cut else head + b"\n"
+    header_line = re.split(rb"[\r\n]", head, maxsplit=1)[0]
+    header = header_line.decode()
     if not header.strip():
         return found._replace(
             remark="cannot be read: it is empty, or its first line is", is_table=False
         )
     separator = max(_SEPARATORS, key=header.count)
     other_widths: list[Any] = []
+
+    if header.count('"') % 2 and b'"' not in head[len(header_line) :]:
+        return found._replace(
+            remark="has a quote in its line of column names that is not closed: close it, or leave it out",
+            is_table=False,
+        )
 
     def left_out(row: Any) -> str:
         other_widths.append(row)
@@ -264,20 +282,21 @@ def _look_at_csv(path: Path) -> _FileLook:
         for name in floats:
             if is_digits(texts[name]):
                 sample = sample.set_column(sample.column_names.index(name), name, texts[name])
-    sample = sample.rename_columns([name.strip() for name in sample.column_names])
+    sample = sample.rename_columns([name.strip(BLANKS) for name in sample.column_names])
     names = tuple(sample.column_names)
     found = found._replace(separator=separator, columns=names)
     if twice := _twice(names):
         return found._replace(remark=twice, is_table=False)
-    if remark := _no_table(names):
-        return found._replace(remark=remark, is_table=False)
     if not len(sample) and other_widths:
         row = other_widths[0]
         return found._replace(
             remark=f"has {row.expected_columns} column names and {row.actual_columns} fields in each row: is there a "
-            f"{separator!r} behind the last one? Write as many fields as names",
+            f"{separator!r} behind the last one, one within a value that has no quotes around it, or a line above the "
+            "column names? Write as many fields as names",
             is_table=False,
         )
+    if remark := _no_table(names):
+        return found._replace(remark=remark, is_table=False)
     sample, again = _without_header(sample.slice(0, SAMPLE_ROWS))
     remark = f"has its header again in {again:,} of its first rows" if again else None
     if not len(sample):
@@ -313,6 +332,8 @@ def _plain_table(table: Any) -> Any:
 def _plain(column: Any) -> Any:
     """A column in a type that can be compared: no dictionary, no views, whole decimals as texts of digits."""
     kind = column.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain(column.cast(kind.storage_type))
     if pa.types.is_dictionary(kind):
         return _plain(column.cast(kind.value_type))
     if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
@@ -333,6 +354,11 @@ def _no_table(names: Sequence[str]) -> str | None:
     """Reason why a CSV file with these column names cannot be read as it is; None if it can."""
     if any("::" in name for name in names):
         return "has fields between double colons: write it with commas"
+    if len(names) == 1:
+        return (
+            f"has one column, {names[0]!r}: if a row's fields stand between another sign than a comma, a semicolon, a "
+            "tab or a bar, name the file in [sources] interactions and the sign in separator"
+        )
     if any(name.replace(".", "", 1).isdigit() for name in names):
         return "has no line of column names: put one above, e.g. user,item,timestamp"
     return None
@@ -344,7 +370,7 @@ def _table_of(group: Sequence[_FileLook], base: Path) -> FoundTable:
     files = [file.path for file in group]
     rows = [file.rows for file in group]
     columns = {
-        name: _kind(first.sample.schema.field(name).type, first.sample[name])
+        name: _kind(first.sample.schema.field(name).type, first.sample[name], first.format)
         for name in first.columns
     }
     return FoundTable(
@@ -385,7 +411,7 @@ def _relative(path: Path, base: Path) -> str:
     return shown.encode("utf-8", "backslashreplace").decode()
 
 
-def _kind(kind: Any, values: Any) -> Kind:
+def _kind(kind: Any, values: Any, file_format: str) -> Kind:
     if pa.types.is_integer(kind):
         return "integer"
     if pa.types.is_floating(kind):
@@ -394,4 +420,7 @@ def _kind(kind: Any, values: Any) -> Kind:
         return "vector" if pa.types.is_floating(kind.value_type) else "other"
     if pa.types.is_string(kind):
         return "integer" if is_digits(values) else "text"
+    # Texts of CSV that are not UTF-8, and columns without a value, of which any kind may come.
+    if pa.types.is_null(kind) or (file_format == "csv" and pa.types.is_binary(kind)):
+        return "text"
     return "time" if pa.types.is_timestamp(kind) or pa.types.is_date(kind) else "other"

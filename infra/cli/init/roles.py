@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 Kind = Literal["integer", "float", "text", "time", "vector", "other"]
@@ -71,6 +71,8 @@ class Roles:
     columns: Mapping[Role, str]
     guessed: tuple[Role, ...] = ()
     """Roles that no name told: the one column that was left."""
+    unfit: Mapping[Role, str] = field(default_factory=dict)
+    """Column of ids that is called like a role which has no other column, though a night refuses its values."""
     remarks: tuple[str, ...] = ()
 
 
@@ -83,12 +85,15 @@ def roles_of(columns: Mapping[str, Kind]) -> Roles:
     """Roles of a table's columns: by exact name first, then by its end, and at last by what is left over."""
     found: dict[Role, str] = {}
     remarks: list[str] = []
+    unfit: dict[Role, str] = {}
     for role, names in _NAMES.items():
         for name in _by_name(role, names, [each for each in columns if each not in found.values()]):
             if columns[name] in FITS[role]:
                 found[role] = name
                 break
-            remarks.append(_unfit(role, name, columns[name]))
+            if role in ("user", "item"):
+                unfit.setdefault(role, name)
+            remarks.append(unfit_in_words(role, name, columns[name]))
     guessed: list[Role] = []
     for role in ("user", "item"):
         other: Role = "item" if role == "user" else "user"
@@ -97,7 +102,9 @@ def roles_of(columns: Mapping[str, Kind]) -> Roles:
             for each in columns
             if each not in found.values() and _like_an_id(each, columns[each])
         ]
-        if role not in found and other in found and len(left) == 1 and len(columns) > 1:
+        if role in found:
+            unfit.pop(role, None)
+        elif role not in unfit and other in found and len(left) == 1 and len(columns) > 1:
             found[role], guessed = left[0], [*guessed, role]
     times = [
         each for each, kind in columns.items() if kind == "time" and each not in found.values()
@@ -105,7 +112,7 @@ def roles_of(columns: Mapping[str, Kind]) -> Roles:
     if "timestamp" not in found and len(times) == 1:
         found["timestamp"] = times[0]
         guessed.append("timestamp")
-    return Roles(found, tuple(guessed), tuple(remarks))
+    return Roles(found, tuple(guessed), unfit, tuple(remarks))
 
 
 def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[str]:
@@ -132,11 +139,14 @@ def _like_an_id(name: str, kind: Kind) -> bool:
     return kind in FITS["user"] and not is_other and told not in _NO_ID
 
 
-def _unfit(role: Role, name: str, kind: Kind) -> str:
-    remedy = {
-        "float": "ids are text or whole numbers (pandas makes floats of numbers where one is missing: make the column "
-        "Int64 before it is written, so that CSV has 17850 in place of 17850.0)"
-        if role in ("user", "item")
-        else "it is left out",
-    }.get(kind, "it is left out")
+def unfit_in_words(role: Role, name: str, kind: Kind) -> str:
+    """Remark on a column that is called like a role and holds values of a kind that a night cannot read in it."""
+    remedy = "it is left out"
+    if role in ("user", "item"):
+        remedy = "ids are text or whole numbers: write the column so, with a row for each id"
+    if role in ("user", "item") and kind == "float":
+        remedy = (
+            "ids are text or whole numbers (pandas makes floats of numbers where one is missing: make the column Int64 "
+            "before it is written, so that CSV has 17850 in place of 17850.0)"
+        )
     return f"column {name!r} looks like the {role}, but holds {kind} values: {remedy}"

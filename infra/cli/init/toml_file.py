@@ -4,6 +4,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from cache.process.printable import printable
 from infra.cli.init.guesses import Guesses
 from infra.cli.init.roles import Role
 
@@ -65,7 +66,8 @@ def _sources(guesses: Guesses) -> Iterator[str]:
     rows = f"{table.format}, {table.size_bytes:,} bytes" + (
         "" if table.rows is None else f", {table.rows:,} rows"
     )
-    yield f"# {len(table.files)} file{'s' * (len(table.files) > 1)}, {rows}; columns: {', '.join(table.columns)}"
+    columns = printable(", ".join(table.columns))
+    yield f"# {len(table.files)} file{'s' * (len(table.files) > 1)}, {rows}; columns: {columns}"
     yield f"interactions = {json.dumps(list(table.pattern), ensure_ascii=False)}"
     if table.separator != ",":
         yield _line("separator", table.separator, "between the fields of a row")
@@ -103,7 +105,7 @@ def _line(name: str, value: str, about: str) -> str:
 
 
 def _comment(text: str) -> Sequence[str]:
-    plain = " ".join(text.split())  # a name with a line break must not end the comment
+    plain = printable(" ".join(text.split()))  # a name with a line break must not end the comment
     return [
         f"# {each}"
         for each in textwrap.wrap(plain, 108, break_long_words=False, break_on_hyphens=False)

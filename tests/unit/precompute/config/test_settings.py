@@ -101,7 +101,7 @@ def test_values_given_in_code_are_held_to_the_same_rules():
 
 
 def test_a_file_that_is_no_text_or_a_folder_is_named(tmp_path):
-    (tmp_path / "larder.toml").write_bytes(b"\xff\xfe")
+    (tmp_path / "larder.toml").write_bytes(b"\xff\xff")
     for path in (tmp_path / "larder.toml", tmp_path):
         with pytest.raises(ConfigError, match="cannot read configuration file"):
             NightConfig.configured({}, path)
@@ -115,6 +115,22 @@ def test_a_byte_order_mark_of_a_file_is_skipped(tmp_path, line_break):
     (tmp_path / "larder.toml").write_bytes(b"\xef\xbb\xbf" + line_break.join(lines).encode())
     sources = NightConfig.configured({}, tmp_path / "larder.toml").sources
     assert (sources.interactions, sources.quote, sources.escape) == (("clicks.csv",), "", "\\")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-8"])
+def test_a_file_is_read_as_its_byte_order_mark_says(tmp_path, encoding):
+    """PowerShell and Notepad write UTF-16, and programs that add a mark may add another."""
+    text = '\ufeff[sources]\r\ninteractions = ["größe.csv"]\r\n'
+    text = "\ufeff" + text if encoding == "utf-8" else text
+    (tmp_path / "larder.toml").write_bytes(text.encode(encoding))
+    found = NightConfig.configured({}, tmp_path / "larder.toml").sources.interactions
+    assert found == ("größe.csv",)
+
+
+def test_a_file_that_is_not_utf_8_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "larder.toml").write_bytes("# größe\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"larder\.toml: it is not UTF-8: save it as UTF-8"):
+        NightConfig.configured({}, tmp_path / "larder.toml")
 
 
 @pytest.mark.parametrize("quote", ["false", '"\'"'])

@@ -376,3 +376,121 @@ def test_numpy_is_not_asked_for_objects(tmp_path):
     times = pa.array(np.full(1_000, SECONDS)).cast(pa.decimal128(38, 9))
     write(tmp_path, timestamp=times)
     assert read(tmp_path, "a.parquet")[1] == [SECONDS * 10**6] * 1_000
+
+
+@pytest.mark.parametrize("word", ["none", "NONE", "(none)", "#VALUE!", "-1.#IND"])
+def test_further_words_for_nothing_are_no_ids(tmp_path, word):
+    (tmp_path / "a.csv").write_text(f"user,item\nu1,i1\n{word},i2\nu3,{word}\n")
+    pairs, _, report = read(tmp_path, "a.csv")
+    assert pairs == [("u1", "i1")]
+    assert {why: reason["rows"] for why, reason in report["reasons"].items()} == {
+        "user: no id": 1,
+        "item: no id": 1,
+    }
+
+
+def test_an_empty_id_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "a.csv").write_text("user,item\n,i1\n,i2\n")
+    with pytest.raises(SourceError, match="an id has 1 to 256 bytes: fill empty ones in"):
+        read(tmp_path, "a.csv")
+
+
+def test_ids_with_a_comma_before_their_fraction_are_refused_with_what_to_do(tmp_path):
+    rows = [f"{17850 + row},0;i{row}" for row in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join(["user;item", *rows]) + "\n")
+    with pytest.raises(SourceError, match=r"ids such as '178\d\d,0'.*Int64"):
+        read(tmp_path, "a.csv", separator=";")
+
+
+@pytest.mark.parametrize("names", [("USER", "ITEM"), ("user", "item"), ("User", "Item")])
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.txt"])
+def test_a_header_again_is_no_row_in_whatever_case_and_format(tmp_path, name, names):
+    pairs = [("u1", "i1"), names, ("u2", "i2"), ("user", "i3"), ("u3", "item")]
+    if name == "a.parquet":
+        users, items = zip(*pairs, strict=True)
+        write(tmp_path, user=users, item=items)
+    else:
+        sign = "," if name == "a.csv" else " "
+        lines = [sign.join(pair) for pair in pairs]
+        header = ["user,item"] if name == "a.csv" else []
+        (tmp_path / name).write_text("\n".join([*header, *lines]) + "\n")
+    found, _, report = read(tmp_path, name)
+    assert found == [pair for pair in pairs if pair != names]
+    assert report["reasons"]["the header again"]["rows"] == 1
+
+
+def test_blanks_that_are_part_of_ids_are_told(tmp_path):
+    write(tmp_path, item=["i1   ", "\u00a0i2", "i3"])
+    _, _, report = read(tmp_path, "a.parquet")
+    (told,) = report["remarks"]
+    assert told.startswith("column 'item' has blanks around 2 of its first 3 ids")
+
+
+@pytest.mark.parametrize("kind", ["csv", "text", pa.int64()])
+def test_an_hour_as_digits_is_read_with_a_remark(tmp_path, kind):
+    """As seconds these would be of the year 2034."""
+    name = write_times(tmp_path, kind, [2023111422, 2023111423])
+    _, times, report = read(tmp_path, name)
+    assert times == [DAY_AT + 22 * 3600 * 10**6, DAY_AT + 23 * 3600 * 10**6]
+    assert "dates as yyyymmddhh" in report["remarks"][0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "form"),
+    [("%d%m%Y", "ddmmyyyy"), ("%m%d%Y", "mmddyyyy"), ("%y%m%d", "yymmdd"), ("%Y%j", "yyyyddd")],
+)
+@pytest.mark.parametrize("kind", ["csv", pa.int64()])
+def test_digits_that_may_be_several_dates_are_refused_with_what_to_write(
+    tmp_path, kind, pattern, form
+):
+    days = [DAY + dt.timedelta(days=number) for number in range(30)]
+    name = write_times(tmp_path, kind, [int(day.strftime(pattern)) for day in days])
+    with pytest.raises(SourceError, match=rf"dates as {form} .*write dates, such as 2023-11-14"):
+        read(tmp_path, name)
+
+
+@pytest.mark.parametrize("first", [2_460_263, 739_205], ids=["Julian days", "days of MATLAB"])
+def test_days_since_other_beginnings_are_refused(tmp_path, first):
+    name = write_times(tmp_path, pa.float64(), [first + number / 24 for number in range(30)])
+    with pytest.raises(SourceError, match=r"numbers of .*days.*write dates"):
+        read(tmp_path, name)
+
+
+@pytest.mark.parametrize("step", [1, 60, 3_600, 86_400])
+def test_seconds_since_a_beginning_of_their_own_are_read(tmp_path, step):
+    name = write_times(tmp_path, pa.int64(), [number * step for number in range(1, 300)])
+    _, times, _ = read(tmp_path, name)
+    assert times == [number * step * 10**6 for number in range(1, 300)]
+
+
+def test_a_date_that_means_never_is_out_of_range_in_csv_too(tmp_path):
+    name = write_times(tmp_path, "csv", ["2023-11-14", "9999-12-31", "9999-12-31 23:59:59", "soon"])
+    _, _, report = read(tmp_path, name)
+    assert {why: reason["rows"] for why, reason in report["reasons"].items()} == {
+        "timestamp: a time out of range": 2,
+        "timestamp: no time that can be read": 1,
+    }
+
+
+@pytest.mark.parametrize("text", ["# Undirected graph\nu1\ti1\n", "% matrix\nu1 i1\n"])
+def test_a_comment_above_lines_is_no_line(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(SourceError, match=r"begins with a comment.*leave comments out"):
+        read(tmp_path, "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b"{}", "JSON is not read: write it as Parquet or CSV"),
+        ("a.csv.zst", b"", "this compression is not read: unpack it"),
+        ("a.csv", b'{"user": "u1", "item": "i1"}\n', "looks like JSON"),
+        ("a.txt", b'[{"user": "u1", "item": "i1"}]\n', "looks like JSON"),
+        ("a.csv", gzip.compress(b"user,item\nu1,i1\n"), r"rename it to end in \.gz"),
+        ("a.csv.gz", b"user,item\nu1,i1\n", "not compressed with gzip, as its name says"),
+    ],
+)
+def test_what_another_program_reads_is_refused_with_what_to_do(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SourceError, match=said):
+        read(tmp_path, name)

@@ -120,6 +120,7 @@ def test_a_link_to_a_file_that_is_read_is_not_read_again(tmp_path: Path) -> None
             "an Iceberg table",
         ),
         ("lake/clicks/.hoodie/hoodie.properties", "a Hudi table"),
+        ("lake/clicks/_spark_metadata/0", "the output of a Spark stream"),
     ],
 )
 @pytest.mark.parametrize(

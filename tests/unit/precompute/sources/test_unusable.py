@@ -41,7 +41,7 @@ def reasons(unusable, source="interactions"):
 
 
 def test_a_parquet_row_that_says_nothing_costs_only_itself(tmp_path):
-    users = [*(user for user, _, _ in GOOD), None, "", "x" * 257, "late", "none", "light"]
+    users = [*(user for user, _, _ in GOOD), None, "", "x" * 257, "late", "itemless", "light"]
     pq.write_table(
         pa.table({
             "user": users,
