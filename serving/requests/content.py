@@ -31,9 +31,14 @@ def peek(scope: Scope, body: bytes, form: Form, limits: Limits) -> Any:
         except Problem as problem:
             scope[_KEPT] = problem
     found = scope[_KEPT]
-    if isinstance(found, Exception):
+    if not isinstance(found, Exception):
+        return found
+    try:
         raise found.with_traceback(None)
-    return found
+    finally:
+        del (
+            found
+        )  # else the error holds this frame, and with it the body, until Python looks for cycles
 
 
 def take(scope: Scope, body: bytes, form: Form, limits: Limits) -> Any:

@@ -28,9 +28,9 @@ def read_json(body: bytes, values_max: int) -> object:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise unprocessable(
-            "invalid_json", f"the body is not JSON (which has no NaN or Infinity): {error}", "body"
-        ) from error
+        why = f"the body is not JSON (which has no NaN or Infinity): {error}"
+    # Raised out here, else it would hold the parser's error, which holds the whole text.
+    raise unprocessable("invalid_json", why, "body")
 
 
 def read_object(value: object, field: str, known: frozenset[str]) -> dict[str, Any]:
