@@ -141,10 +141,8 @@ def odd_in_words(shape: Shape) -> list[str]:
         )
     if 0 < shape.untimed < shape.rows:
         share = shape.untimed / shape.rows
-        count = f"{share:.0%} of the" if share >= 0.01 else f"{shape.untimed:,} of {shape.rows:,}"
-        found.append(
-            f"{count} rows have no time, and count as the oldest of all: fill the times in"
-        )
+        rows = f"{share:.0%} of the" if share >= 0.01 else f"{shape.untimed:,} of {shape.rows:,}"
+        found.append(f"{rows} rows have no time, and count as the oldest of all: fill the times in")
     return found
 
 
