@@ -35,8 +35,11 @@ WORDS_FOR_NOTHING = (
 _DECIMAL_DIGITS_MAX = 76
 _FLOAT = r"^[+-]?(\d+[.,]0+|\d(\.\d+)?[eE][+]\d+)$"
 """Texts that programs make of whole numbers which they took for fractions."""
+_WHOLE = r"^[+-]?\d+$"
 _SHARE_OF_FLOATS = 0.9
 """Share of a column's ids that must be such texts for it to be refused."""
+_SHARE_BESIDE_WHOLE = 0.05
+"""The same where all others are whole numbers, as in files that were joined: 17 and 17.0 are then one id."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -263,10 +266,14 @@ def _demand_no_floats(names: Any, kind: Any, path: SourceFile, name: str) -> Non
     """Raises SourceError for texts such as 42.0, of which no request will ask for any."""
     if not is_text(kind) or not len(names):
         return
-    if as_rows(pc.match_substring_regex(names[:100], _FLOAT)).mean() < _SHARE_OF_FLOATS:
+    if as_rows(pc.match_substring_regex(names[:100], _FLOAT)).mean() < _SHARE_BESIDE_WHOLE:
         return  # a look at all of them takes as long as the rest of reading
     is_float = as_rows(pc.match_substring_regex(names, _FLOAT))
-    if is_float.mean() >= _SHARE_OF_FLOATS:
+    share = is_float.mean()
+    is_mixed = share >= _SHARE_BESIDE_WHOLE and bool(
+        (is_float | as_rows(pc.match_substring_regex(names, _WHOLE))).all()
+    )
+    if share >= _SHARE_OF_FLOATS or is_mixed:
         example = names[int(is_float.argmax())].as_py()
         raise SourceError(
             f"{path}: column {name!r} holds ids such as {example!r}: a program took whole numbers for fractions, as "

@@ -494,3 +494,22 @@ def test_what_another_program_reads_is_refused_with_what_to_do(tmp_path, name, c
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match=said):
         read(tmp_path, name)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_whole_numbers_and_the_same_as_fractions_are_refused(tmp_path, kind):
+    """Files that were joined, one of them with missing ids, name one user in two ways."""
+    users = [f"{row}.0" if row % 4 == 0 else str(row) for row in range(80)]
+    if kind == "csv":
+        (tmp_path / "a.csv").write_text("user,item\n" + "".join(f"{user},i1\n" for user in users))
+    else:
+        write(tmp_path, user=users)
+    with pytest.raises(SourceError, match=r"ids such as '\d+\.0'.*Int64"):
+        read(tmp_path, f"a.{kind}")
+
+
+def test_numbers_of_versions_beside_other_ids_are_ids(tmp_path):
+    users = [f"{row}.0" if row % 4 == 0 else f"{row}.{row % 4}" for row in range(80)]
+    (tmp_path / "a.csv").write_text("user,item\n" + "".join(f"{user},i1\n" for user in users))
+    pairs, _, _ = read(tmp_path, "a.csv")
+    assert len(pairs) == 80
