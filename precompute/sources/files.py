@@ -27,6 +27,11 @@ from precompute.sources.folders import (
     select,
 )
 
+COPY_BYTES_LEAST = 4096
+"""Bytes of a file from which on another one with the same bytes is a copy of it."""
+COPIES_LOOKED_AT = 20
+"""Files of equal sizes that a look before a night compares."""
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
@@ -163,6 +168,30 @@ def digest_of(listed: Sequence[Mapping[str, object]]) -> str:
     for each in listed:
         whole.update(bytes.fromhex(str(each["sha256"])))
     return whole.hexdigest()
+
+
+def copies_in_words(listed: Sequence[Mapping[str, object]]) -> list[str]:
+    """Remarks on files with the same bytes, of a list that `pin` made; headers alone may well be alike."""
+    names: dict[object, list[str]] = {}
+    for each in listed:
+        if int(str(each["size_bytes"])) >= COPY_BYTES_LEAST:
+            names.setdefault(each["sha256"], []).append(str(each["name"]))
+    return [
+        f"{' and '.join(same[:3])} hold the same bytes, so their rows count {len(same)} times: leave one of them"
+        for same in names.values()
+        if len(same) > 1
+    ]
+
+
+def copies_beside(files: Sequence[SourceFile]) -> list[str]:
+    """The same remarks before a night, from the files of this host that are of one size."""
+    sizes: dict[int, list[Path]] = {}
+    for file in files:
+        if isinstance(file, Path):
+            sizes.setdefault(file.stat().st_size, []).append(file)
+    alike = [group for size, group in sizes.items() if len(group) > 1 and size >= COPY_BYTES_LEAST]
+    looked_at = list(chain.from_iterable(alike))[:COPIES_LOOKED_AT]
+    return copies_in_words(pin(looked_at)[1])
 
 
 def changed_at(file: SourceFile) -> float:

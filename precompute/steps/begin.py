@@ -50,7 +50,7 @@ from precompute.scoring.defaults import shares, write_defaults, write_facets
 from precompute.scoring.event_trials import unlisted_in_words, values_of_night
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
-from precompute.sources.files import InputFiles, digest_of, pin
+from precompute.sources.files import InputFiles, copies_in_words, digest_of, pin
 from precompute.sources.formats import INTERACTIONS
 from precompute.sources.plausibility import RowCounts, Shape, demand_least, remarks
 from precompute.sources.unusable import Unusable, merged
@@ -329,6 +329,7 @@ def _prepare(
         demand_least(seen.users, items.count)
     odd = remarks(_shape(seen, items.count)) if seen.counted.rows is not None else []
     odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
+    odd += copies_in_words(facts["inputs"][: len(input_files.interactions)])
     counts_clicks = bool(config.sources.interactions)  # else `embed_items` makes the defaults
     if counts_clicks:
         popular = partial(catalogue.popular, items, seen.counted.popularity)

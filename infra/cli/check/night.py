@@ -16,7 +16,7 @@ def look_at_sources(config: "NightConfig") -> Found:
     """Look at the files of sources, and at their first rows."""
     if line := missing("a look at sources", "precompute", *PRECOMPUTE):
         return "not used", f"by the service; {line}"
-    from precompute.sources.files import all_files, source_file, source_files
+    from precompute.sources.files import all_files, copies_beside, source_file, source_files
     from precompute.sources.formats import INTERACTIONS, demand_same_columns
     from precompute.sources.plausibility import Shape, demand_least, remarks
     from precompute.sources.readers import feature_schema, read_interactions, row_count
@@ -26,7 +26,8 @@ def look_at_sources(config: "NightConfig") -> Found:
     if not sources.names_users:
         return "to do", "[sources] interactions is not set: `larder init` looks for them"
     files = all_files(config)
-    demand_same_columns(source_files(sources.interactions, base)[:FILES_COMPARED], sources)
+    interactions = source_files(sources.interactions, base)[:FILES_COMPARED]
+    demand_same_columns(interactions, sources)
     unusable = Unusable()
     read = read_interactions(sources, base, unusable=unusable)
     first = next(read, None)
@@ -54,7 +55,7 @@ def look_at_sources(config: "NightConfig") -> Found:
     shape = Shape.of_batch(first)
     if is_all:
         demand_least(shape.users, shape.items)
-    odd = "".join(f"; {remark}" for remark in remarks(shape)) if is_all or shape.rows else ""
+    odd = "".join(f"; {remark}" for remark in [*remarks(shape), *copies_beside(interactions)])
     told = f"{found}; {rows:,} interactions" + ("" if is_all else " in the first rows")
     if left_out:
         reasons = unusable.to_json()[INTERACTIONS]["reasons"]

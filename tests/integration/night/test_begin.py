@@ -74,6 +74,18 @@ def test_what_looks_odd_about_the_interactions_is_told_with_the_night_and_kept(c
     assert sum(begun["rows"]["user_rows"]) == begun["interactions"]
 
 
+def test_a_copy_of_a_file_is_told_with_the_night(config):
+    copy = config.path("again.parquet")
+    copy.write_bytes(config.path("interactions.parquet").read_bytes())
+    sources = replace(config.sources, interactions=("interactions.parquet", "again.parquet"))
+
+    found = begin.run(replace(config, sources=sources), data_until=UNTIL, run_after=None)
+
+    remarks = Build(config, config.store(), found["generation"]).need("begin")["remarks"]
+    told = "interactions.parquet and again.parquet hold the same bytes, so their rows count 2 times"
+    assert any(remark.startswith(told) for remark in remarks)
+
+
 def test_a_refusal_over_few_users_and_items_says_that_there_are_few(config):
     config = replace(config, gates=GateThresholds(distinct_lists=2.0))
 

@@ -51,3 +51,28 @@ def test_a_table_with_a_log_is_to_do(tmp_path: Path) -> None:
 
     with pytest.raises(SourceError, match="is a Delta table"):
         check(tmp_path, clicks())
+
+
+def test_a_copy_of_a_file_is_said(tmp_path: Path) -> None:
+    """Of a download that was repeated every row would count twice."""
+    text = "user,item,timestamp\n" + "\n".join(clicks()) + "\n"
+    for name in ("a.csv", "a (1).csv"):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "b.csv").write_text(text.replace("u1", "v1"))
+    config = NightConfig(base=str(tmp_path), sources=Sources(interactions=("*.csv",)))
+
+    state, told = look_at_sources(config)
+
+    assert state == "ok"
+    assert told.endswith(
+        "a (1).csv and a.csv hold the same bytes, so their rows count 2 times: leave one of them"
+    )
+
+
+def test_days_with_a_header_alone_are_no_copies(tmp_path: Path) -> None:
+    for day in ("14", "15"):
+        (tmp_path / f"{day}.csv").write_text("user,item,timestamp\n")
+    (tmp_path / "16.csv").write_text("user,item,timestamp\n" + "\n".join(clicks()) + "\n")
+    config = NightConfig(base=str(tmp_path), sources=Sources(interactions=("*.csv",)))
+
+    assert "same bytes" not in look_at_sources(config)[1]
