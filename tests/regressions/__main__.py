@@ -1,133 +1,281 @@
-"""Show for each finding its test, the commit that brought the test, and whether it fails at an older commit.
+"""Show for each finding its test, the commit that brought the test, and how the test fails at an older commit.
 
-`python -m tests.regressions COMMIT [--only TEXT]` makes a worktree of COMMIT with an environment of its own, puts the
-tests of today into it, and runs those that stand in the tables beside this module.
+`python -m tests.regressions COMMIT` makes a worktree of COMMIT with an environment of its own, puts the tests of today
+into it, and runs those that the tables beside this module name. The table goes to standard output, progress to standard
+error. Exit code 1: a test is not red there, or a table names a test that there is not.
 """
 
 import argparse
+import contextlib
+import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ET
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.regressions.findings import Finding, findings
+from tests.regressions.outcomes import Outcome
+
 ROOT = Path(__file__).parents[2]
-TABLES = Path(__file__).parent
-MODULE_TIMEOUT_S = 900
+CASE_TIMEOUT_S = 120.0
+# A process of pytest that has written nothing for this long hangs where no alarm ends it.
+SILENCE_S = 300.0
+
+# Kinds of failure, the strongest proof first: what the product answered, then that it lacked a name of today.
+RED = {
+    "assertion": "by assertion",
+    "exception": "by an exception of the product",
+    "timeout": "by a timeout",
+    "interface": "by a name, argument or field that is not there",
+    "import": "by import",
+}
+NOT_RED = {
+    "passed": "passes",
+    "skipped": "is skipped",
+    "collection": "cannot be collected",
+    "absent": "has no such case there",
+}
 
 
-class Finding(NamedTuple):
-    """One line of a table."""
+class Row(NamedTuple):
+    """A line of the table that is printed."""
 
-    text: str
+    finding: str
     test: str
+    commit: str
+    kind: str
+    text: str
 
     @property
-    def has_test(self) -> bool:
-        """Whether a test keeps it mended."""
-        return not self.test.startswith("none:")
-
-    @property
-    def module(self) -> str:
-        """The file of the test."""
-        return self.test.partition("::")[0]
-
-    @property
-    def function(self) -> str:
-        """The name of the test function."""
-        return self.test.rpartition("::")[2].partition("[")[0]
+    def is_red(self) -> bool:
+        """Whether the test fails at the older commit."""
+        return self.kind in RED
 
 
-def findings(folder: Path = TABLES) -> list[Finding]:
-    """All lines of the tables; raises ValueError for one without exactly two columns."""
-    rows = []
-    for table in sorted(folder.glob("*.tsv")):
-        for number, line in enumerate(table.read_text().splitlines(), 1):
-            columns = line.split("\t")
-            if len(columns) != len(Finding._fields):
-                raise ValueError(f"{table.name}, line {number}: {len(columns)} columns, not 2")
-            rows.append(Finding(*columns))
-    return rows
-
-
+@cache
 def commit_of(finding: Finding) -> str:
     """The commit that brought the test, abbreviated."""
     command = [
         "git", "log", "--format=%h", "--reverse", f"-Sdef {finding.function}(", "--", finding.module,
     ]  # fmt: skip
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return found.stdout.partition("\n")[0] or "not committed"
+    log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return log.stdout.partition("\n")[0] or "not committed"
 
 
-def prepare(folder: Path, commit: str) -> Path:
-    """A worktree of `commit` with today's tests and an environment; returns its Python."""
-    subprocess.run(
-        ["git", "worktree", "add", "--detach", "--force", folder, commit], cwd=ROOT, check=True
-    )
-    shutil.rmtree(folder / "tests")
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignored)
-    subprocess.run(["make", "env"], cwd=folder, check=True)
-    return folder / ".venv/bin/python"
+def note(text: str) -> None:
+    """Say on standard error how far the run is."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def failed(python: Path, folder: Path, module: str, tests: list[str]) -> dict[str, bool]:
-    """Whether each of these tests of one module fails there; one that cannot be imported does."""
-    report = folder / "report.xml"
-    report.unlink(missing_ok=True)
-    command = [
-        str(python), "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", f"--junitxml={report}", *tests,
-    ]  # fmt: skip
-    subprocess.run(command, cwd=folder, timeout=MODULE_TIMEOUT_S, check=False)
-    cases = ET.parse(report).iter("testcase") if report.exists() else ()  # noqa: S314  # our own report
-    outcomes = {
-        case.attrib["name"]: case.find("failure") is not None or case.find("error") is not None
-        for case in cases
-    }
-    return {test: _has_failed(test.rpartition("::")[2], outcomes) for test in tests}
+@contextlib.contextmanager
+def worktree(commit: str, folder: Path | None) -> Iterator[Path]:
+    """A worktree of `commit` with today's tests and an environment; one that is named is kept for the next run."""
+    git = ["git", "worktree"]
+    with tempfile.TemporaryDirectory() as place:
+        tree = folder or Path(place) / "tree"
+        subprocess.run([*git, "prune"], cwd=ROOT, check=True)
+        try:
+            if not tree.exists():
+                note(f"a worktree of {commit}")
+                command = [*git, "add", "--quiet", "--detach", "--force", str(tree), commit]
+                subprocess.run(command, cwd=ROOT, check=True)
+            demand_commit(tree, commit)
+            shutil.rmtree(tree / "tests", ignore_errors=True)
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / "tests", tree / "tests", ignore=ignored)
+            subprocess.run(["make", "env"], cwd=tree, check=True, stdout=sys.stderr)
+            yield tree
+        finally:
+            if folder is None:
+                subprocess.run([*git, "remove", "--force", str(tree)], cwd=ROOT, check=False)
 
 
-def _has_failed(name: str, outcomes: dict[str, bool]) -> bool:
-    """Whether a case of the test failed, or none ran."""
-    cases = [
-        has_failed
-        for case, has_failed in outcomes.items()
-        if case == name or ("[" not in name and case.startswith(f"{name}["))
+def demand_commit(tree: Path, commit: str) -> None:
+    """Raise SystemExit where a folder that is used again holds another commit."""
+    heads = [
+        subprocess.run(
+            ["git", "rev-parse", revision], cwd=place, capture_output=True, text=True, check=True
+        ).stdout
+        for place, revision in ((tree, "HEAD"), (ROOT, f"{commit}^{{commit}}"))
     ]
-    return any(cases) or not cases
+    if heads[0] != heads[1]:
+        raise SystemExit(f"{tree} holds {heads[0].strip()}, not {commit}: name another folder")
+
+
+def written(file: Path) -> tuple[list[Outcome], str | None]:
+    """The outcomes that a run has written, and the test that it had begun last, unless that one has ended."""
+    outcomes: list[Outcome] = []
+    begun = None
+    for line in file.read_text().splitlines() if file.exists() else ():
+        values = json.loads(line)
+        if "started" in values:
+            begun = values["started"]
+        else:
+            outcomes.append(Outcome(**values))
+            begun = None
+    return outcomes, begun
+
+
+def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> list[Outcome]:
+    """The outcomes of one process of pytest; one that falls silent is ended with all that it started."""
+    chosen, file, log = (
+        tree.parent / f"{tree.name}.{name}" for name in ("chosen", "outcomes", "log")
+    )
+    chosen.write_text("\n".join(tests))
+    file.unlink(missing_ok=True)
+    command = [
+        ".venv/bin/python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
+        "-p", "tests.regressions.outcomes", "--chosen", str(chosen), "--outcomes", str(file),
+        "--case-timeout", str(timeout_s), module,
+    ]  # fmt: skip
+    environment = {**os.environ, "PATH": f"{tree}/.venv/bin:{os.environ['PATH']}"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            heard_at, size = time.monotonic(), 0
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
+                new_size = file.stat().st_size if file.exists() else 0
+                if new_size != size:
+                    heard_at, size = time.monotonic(), new_size
+                if time.monotonic() - heard_at > max(SILENCE_S, 2 * timeout_s):
+                    break
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    outcomes, begun = written(file)
+    if begun is not None:
+        outcomes.append(Outcome(begun, "timeout", "the process fell silent or ended within it"))
+    if not outcomes:
+        note(f"{module}: pytest wrote no outcome:\n{log.read_text(errors='replace')[-2000:]}")
+    return outcomes
+
+
+def outcomes_of(tree: Path, module: str, tests: list[str], timeout_s: float) -> dict[str, Outcome]:
+    """How each test of one module ends there; of several cases, the strongest failure."""
+    order = [*RED, *NOT_RED]
+    ended: dict[str, Outcome] = {}
+    left = tests
+    while left:
+        outcomes = run_once(tree, module, left, timeout_s)
+        for outcome in outcomes:
+            known = ended.get(outcome.test)
+            if known is None or order.index(outcome.kind) < order.index(known.kind):
+                ended[outcome.test] = outcome
+        if not any(outcome.text.startswith("the process") for outcome in outcomes):
+            break
+        left = [test for test in left if test not in ended]
+    return {test: ended.get(test, Outcome(test, "absent", "")) for test in tests}
+
+
+def demand_tests(modules: dict[str, list[str]]) -> list[str]:
+    """The tests of the tables that there are not today."""
+    with tempfile.TemporaryDirectory() as place:
+        chosen = Path(place) / "chosen"
+        chosen.write_text("\n".join(test for tests in modules.values() for test in tests))
+        command = [
+            sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider",
+            "-p", "tests.regressions.outcomes", "--chosen", str(chosen), "--outcomes", os.devnull, *modules,
+        ]  # fmt: skip
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = set(found.stdout.splitlines())
+    named = lines | {line.partition("[")[0] for line in lines}
+    return [test for tests in modules.values() for test in tests if test not in named]
+
+
+def table(rows: list[Row], commit: str) -> Iterator[str]:
+    """The lines of the table in Markdown."""
+    yield f"| finding | test | commit | red at {commit[:8]} | how | seen there |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        if row.kind == "none":
+            yield f"| {row.finding} | none | | | | {row.text} |"
+            continue
+        red = "yes" if row.is_red else "NO"
+        text = " ".join(row.text.split()).replace("|", "\\|")[:120]
+        yield f"| {row.finding} | `{row.test}` | {row.commit} | {red} | {row.kind} | {text} |"
+
+
+def summary(rows: list[Row], commit: str) -> Iterator[str]:
+    """Lines that count the rows by how they ended."""
+    counts = Counter(row.kind for row in rows)
+    yield f"{len(rows)} rows of {len({row.finding.partition(':')[0] for row in rows})} findings"
+    for kind, words in RED.items():
+        yield f"{counts[kind]} red at {commit[:8]} {words}"
+    yield f"{counts['none']} without a test, with the reason"
+    not_red = [row for row in rows if row.kind in NOT_RED]
+    yield f"{len(not_red)} not red"
+    for row in not_red:
+        yield f"  {NOT_RED[row.kind]}: {row.finding}: {row.test}"
 
 
 def main() -> int:
-    """Print the table; 1 if a test passes at the older commit."""
-    parser = argparse.ArgumentParser(prog="python -m tests.regressions", description=__doc__)
+    """Print the table; 1 if a test is not red at the older commit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.regressions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("commit")
-    parser.add_argument("--only", default="", help="findings that contain this text")
+    parser.add_argument("--only", default="", help="findings or tests that contain this text")
+    parser.add_argument(
+        "--tree", type=Path, help="a folder for the worktree, kept for the next run"
+    )
+    parser.add_argument("--output", type=Path, help="a file for the table and the summary as well")
+    parser.add_argument("--json", type=Path, help="a file for the rows as JSON")
+    parser.add_argument(
+        "--case-timeout", type=float, default=CASE_TIMEOUT_S, help="seconds, a test"
+    )
     options = parser.parse_args()
-    chosen = [finding for finding in findings() if options.only in finding.text]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    chosen = [
+        finding
+        for finding in findings()
+        if options.only in finding.text or options.only in finding.test
+    ]
     modules: defaultdict[str, list[str]] = defaultdict(list)
     for finding in chosen:
         if finding.has_test and finding.test not in modules[finding.module]:
             modules[finding.module].append(finding.test)
-    is_red: dict[str, bool] = {}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "tree"
-        try:
-            python = prepare(folder, options.commit)
-            for module, tests in modules.items():
-                is_red |= failed(python, folder, module, tests)
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=False)
-    print(f"| finding | test | commit | red at {options.commit[:8]} |\n|---|---|---|---|")
-    for finding in chosen:
-        if finding.has_test:
-            red = "yes" if is_red[finding.test] else "NO"
-            print(f"| {finding.text} | `{finding.test}` | {commit_of(finding)} | {red} |")
-        else:
-            print(f"| {finding.text} | {finding.test} | | |")
-    return 0 if all(is_red.values()) else 1
+    if missing := demand_tests(modules):
+        print("tables name tests that there are not:", *missing, sep="\n  ", file=sys.stderr)
+        return 1
+    outcomes: dict[str, Outcome] = {}
+    tree = options.tree.resolve() if options.tree else None
+    with worktree(options.commit, tree) as folder:
+        for number, (module, tests) in enumerate(modules.items(), 1):
+            begun_at = time.monotonic()
+            of_module = outcomes_of(folder, module, tests, options.case_timeout)
+            outcomes |= of_module
+            kinds = Counter(outcome.kind for outcome in of_module.values())
+            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            took = time.monotonic() - begun_at
+            note(f"{number}/{len(modules)} {module}: {counts} ({took:.0f} s)")
+    rows = [
+        Row(finding.text, finding.test, commit_of(finding), *outcomes[finding.test][1:])
+        if finding.has_test
+        else Row(finding.text, "", "", "none", finding.test.removeprefix("none:").strip())
+        for finding in chosen
+    ]
+    lines = [*table(rows, options.commit), "", *summary(rows, options.commit)]
+    print(*lines, sep="\n")
+    if options.output:
+        options.output.write_text("".join(f"{line}\n" for line in lines))
+    if options.json:
+        options.json.write_text(json.dumps([row._asdict() for row in rows], indent=1))
+    return 0 if all(row.is_red or row.kind == "none" for row in rows) else 1
 
 
 if __name__ == "__main__":
