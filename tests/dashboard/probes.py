@@ -96,3 +96,14 @@ COLOURS = """((names) => Object.fromEntries(names.map((name) => {
   const style = getComputedStyle(document.documentElement);
   return [name, style.getPropertyValue(`--${name}`).trim()];
 })))"""
+
+# Landmarks that assistive technology cannot tell apart: those of one role with the same name (landmark-unique of axe).
+SAME_LANDMARKS = """(() => {
+  const selector = 'main, nav, section[aria-labelledby], section[aria-label], form[aria-label], [role=region]';
+  const name = (node) => node.getAttribute('aria-label')
+    ?? document.getElementById(node.getAttribute('aria-labelledby'))?.textContent ?? '';
+  const role = (node) => node.getAttribute('role') ?? { SECTION: 'region' }[node.tagName] ?? node.tagName.toLowerCase();
+  const landmarks = [...document.querySelectorAll(selector)].filter((node) => node.checkVisibility())
+    .map((node) => `${role(node)} ${name(node).trim().toLowerCase()}`);
+  return landmarks.filter((landmark, place) => landmarks.indexOf(landmark) !== place);
+})()"""

@@ -64,6 +64,13 @@ def test_the_numbers_are_those_of_the_data(browser: Browser, site: Site) -> None
         assert expected in text, expected
 
 
+def test_no_two_landmarks_have_the_same_name(browser: Browser, site: Site) -> None:
+    shown(browser, site)
+    browser.run(probe.OPEN_ALL)
+
+    assert browser.run(probe.SAME_LANDMARKS) == []
+
+
 @pytest.mark.parametrize("width", [1920, LAPTOP, 1000, PHONE])
 def test_no_figure_breaks_its_unit_off(browser: Browser, site: Site, width: int) -> None:
     data = well()

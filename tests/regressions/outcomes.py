@@ -89,11 +89,17 @@ class Outcomes:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Take a module that cannot be collected for a failure of each of its chosen tests."""
+        """Give each chosen test of a module that cannot be collected, or is skipped, the module's outcome."""
         report = yield
-        if report.failed:
-            text = str(report.longrepr).strip().splitlines()[-1].removeprefix("E").strip()
-            kind = "import" if "Import" in text or "ModuleNotFound" in text else "collection"
+        if not report.passed:
+            lines = str(report.longrepr).strip().splitlines()
+            errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
+            text = errors[0] if errors else lines[-1]
+            kind = "skipped" if report.skipped else "collection"
+            if text.startswith(("ImportError", "ModuleNotFoundError")):
+                kind = "import"
+            elif _LACKS_A_NAME.search(text):
+                kind = "interface"
             module = collector.nodeid.partition("::")[0]
             for test in self._chosen:
                 if test.partition("::")[0] == module:

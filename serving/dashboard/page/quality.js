@@ -95,7 +95,7 @@ function replicas() {
       : `${all.length} told of themselves; ${live.size > 1 ? `they answer from ${live.size} different generations` : "all answer from one generation"}.`);
     if (!all.length) place.replaceChildren();
     else {
-      replace(place, table("Replicas", ["Replica", "State", "Generation", "Workers", "Epoch", "Heard from"],
+      replace(place, table("Replicas, each with its state", ["Replica", "State", "Generation", "Workers", "Epoch", "Heard from"],
         all.map((each) => [
           el("code", {}, shown(each.replica)), conditions(each), el("code", {}, shown(each.generation)),
           Array.isArray(each.workers) ? count(each.workers.length) : shown(each.workers), isNumber(each.epoch) ? String(each.epoch) : "–",

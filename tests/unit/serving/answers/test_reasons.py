@@ -11,7 +11,9 @@ from tests.unit.test_rooms import ROOT
 
 
 @pytest.mark.parametrize(
-    ("field", "words"), [("reason", TOLD), ("live", LiveReason), ("stale", Stale)]
+    ("field", "words"),
+    [("reason", TOLD), ("live", LiveReason), ("stale", Stale)],
+    ids=["reason", "live", "stale"],
 )
 def test_the_reference_page_lists_every_word_with_its_meaning(
     field: str, words: Iterable[Word]
