@@ -1,4 +1,5 @@
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,26 @@ def test_an_image_takes_the_driver_of_an_object_store_beside_the_fsspec_of_its_l
 ) -> None:
     before, argument, after = file.read_text().partition("ARG STORE_DRIVER=\n")
     (lock,) = re.findall(r"--require-hashes -r /(\S+)", before)
+    (look,) = re.findall(r'fsspec="\$\((.*?)\)" &&', after)
 
-    assert argument and '"$STORE_DRIVER" "$(/venv/bin/pip freeze | grep ^fsspec==)"' in after
-    assert "\nfsspec==" in (INFRA / lock).read_text()
+    found = subprocess.run(
+        ["sh", "-c", look.replace(f"/{lock}", str(INFRA / lock))],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+
+    assert argument and 'pip install --no-cache-dir "$STORE_DRIVER" "$fsspec"' in after
+    assert f"\n{found} " in (INFRA / lock).read_text() and found.startswith("fsspec==")
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_no_program_of_a_build_fails_unseen_at_the_head_of_a_pipe(file: Path) -> None:
+    """Rule DL4006 of hadolint: `sh` tells how the last program of a pipe ended, and of no other."""
+    commands = re.findall(r"^RUN (.*(?:\\\n.*)*)", file.read_text(), re.MULTILINE)
+
+    assert commands
+    assert [command for command in commands if re.search(r"[^|]\|[^|]", command)] == []
 
 
 @pytest.mark.parametrize("name", SERVICES)
