@@ -127,8 +127,11 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
     lines += _copies(told)
     lines += _events(told)
     replicas = len(told["replicas"])
-    lines.append(
-        f"{replicas} replica{'s' * (replicas != 1)}, blocklist version {told['blocklist_version']}"
+    counted = (
+        f"{replicas} replica{'s' * (replicas != 1)}"
+        if redis["state"] == THERE
+        else "replicas not counted, for they beat in Redis"
     )
+    lines.append(f"{counted}, blocklist version {told['blocklist_version']}")
     lines.append(f"{told['erasures_pending']} erasures pending (erase --list)")
     return lines

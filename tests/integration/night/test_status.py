@@ -148,6 +148,21 @@ def test_without_redis_it_tells_what_the_store_knows_and_says_so(
     assert one(told, live)["redis_bytes"] > 0
 
 
+def test_without_redis_replicas_are_not_said_to_be_none(
+    config: NightConfig, own_redis: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They beat in Redis: with it away, two may be answering all the same."""
+    publish_night(config, UNTIL)
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.shutdown(nosave=True)
+
+    assert run(config) == 3
+
+    text = capsys.readouterr().out
+    assert "0 replicas" not in text
+    assert "replicas not counted, for they beat in Redis" in text
+
+
 def test_events_are_told_up_to_where_nights_and_the_live_one_have_them(config: NightConfig) -> None:
     config = replace(config, events=EventsConfig(enabled=True))
     publish_night(config, UNTIL)
