@@ -34,7 +34,7 @@ RED = {
     "assertion": "by assertion",
     "exception": "by an exception of the product",
     "timeout": "by a timeout",
-    "interface": "by a name, argument or field that is not there",
+    "interface": "by a name, argument, field or setting that is not there",
     "import": "by import",
 }
 NOT_RED = {
@@ -160,7 +160,12 @@ def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> lis
     if begun is not None:
         outcomes.append(Outcome(begun, "timeout", "the process fell silent or ended within it"))
     if not outcomes:
-        note(f"{module}: pytest wrote no outcome:\n{log.read_text(errors='replace')[-2000:]}")
+        # A conftest.py that cannot be imported there: nothing has been run, so nothing is shown.
+        lines = log.read_text(errors="replace").splitlines()
+        reason = [line for line in lines if line.startswith("E ")] or lines[-1:]
+        outcomes = [
+            Outcome(test, "collection", reason[0].removeprefix("E").strip()) for test in tests
+        ]
     return outcomes
 
 
@@ -223,6 +228,30 @@ def summary(rows: list[Row], commit: str) -> Iterator[str]:
         yield f"  {NOT_RED[row.kind]}: {row.finding}: {row.test}"
 
 
+def rows_of(chosen: list[Finding], outcomes: dict[str, Outcome]) -> list[Row]:
+    """A row for each finding whose test has ended, or that has none."""
+    rows = []
+    for finding in chosen:
+        if not finding.has_test:
+            reason = finding.test.removeprefix("none:").strip()
+            rows.append(Row(finding.text, "", "", "none", reason))
+        elif finding.test in outcomes:
+            _, kind, text = outcomes[finding.test]
+            rows.append(Row(finding.text, finding.test, commit_of(finding), kind, text))
+    return rows
+
+
+def write_rows(file: Path, rows: list[Row]) -> None:
+    """Write the rows so far as JSON."""
+    file.write_text(json.dumps([row._asdict() for row in rows], indent=1))
+
+
+def red_before(file: Path) -> dict[str, Outcome]:
+    """What was red in the rows of an earlier run."""
+    rows = [Row(**row) for row in json.loads(file.read_text())]
+    return {row.test: Outcome(row.test, row.kind, row.text) for row in rows if row.is_red}
+
+
 def main() -> int:
     """Print the table; 1 if a test is not red at the older commit."""
     parser = argparse.ArgumentParser(
@@ -246,6 +275,8 @@ def main() -> int:
         "--case-timeout", type=float, default=CASE_TIMEOUT_S, help="seconds, a test"
     )
     options = parser.parse_args()
+    if options.again and not options.json:
+        parser.error("--again needs --json FILE, the rows of an earlier run")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     chosen = [
         finding
@@ -257,30 +288,27 @@ def main() -> int:
         if finding.has_test and finding.test not in modules[finding.module]:
             modules[finding.module].append(finding.test)
     gone = gone_tests(modules)
-    outcomes: dict[str, Outcome] = {}
+    outcomes = red_before(options.json) if options.again else {}
     tree = options.tree.resolve() if options.tree else None
     with worktree(options.commit, tree, options.environment) as folder:
-        for number, (module, tests) in enumerate(modules.items(), 1):
+        for number, (module, named) in enumerate(modules.items(), 1):
             begun_at = time.monotonic()
-            of_module = outcomes_of(folder, module, tests, options.case_timeout)
-            of_module |= {test: Outcome(test, "gone", "") for test in tests if test in gone}
+            tests = [test for test in named if test not in outcomes]
+            there = [test for test in tests if test not in gone]
+            of_module = {test: Outcome(test, "gone", "") for test in tests}
+            of_module |= outcomes_of(folder, module, there, options.case_timeout) if there else {}
             outcomes |= of_module
             kinds = Counter(outcome.kind for outcome in of_module.values())
             counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
             took = time.monotonic() - begun_at
-            note(f"{number}/{len(modules)} {module}: {counts} ({took:.0f} s)")
-    rows = [
-        Row(finding.text, finding.test, commit_of(finding), *outcomes[finding.test][1:])
-        if finding.has_test
-        else Row(finding.text, "", "", "none", finding.test.removeprefix("none:").strip())
-        for finding in chosen
-    ]
+            note(f"{number}/{len(modules)} {module}: {counts or 'as before'} ({took:.0f} s)")
+            if options.json:
+                write_rows(options.json, rows_of(chosen, outcomes))
+    rows = rows_of(chosen, outcomes)
     lines = [*table(rows, options.commit), "", *summary(rows, options.commit)]
     print(*lines, sep="\n")
     if options.output:
         options.output.write_text("".join(f"{line}\n" for line in lines))
-    if options.json:
-        options.json.write_text(json.dumps([row._asdict() for row in rows], indent=1))
     return 0 if all(row.is_red or row.kind == "none" for row in rows) else 1
 
 

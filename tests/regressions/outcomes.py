@@ -15,7 +15,9 @@ from typing import NamedTuple
 import pytest
 
 PRODUCT = ("cache", "precompute", "serving", "dags", "infra")
-# What Python says of a name, an argument or a field that the code of an older commit does not have.
+# What Python says of a name, an argument or a field that the code of an older commit does not have, and what Larder and
+# its shell say of a setting and an option.
+_LACKS_A_SETTING = re.compile(r"^(unknown setting|unrecognized arguments)")
 _LACKS_A_NAME = re.compile(
     r"has no attribute|unexpected keyword argument|required (positional|keyword-only) argument"
     r"|positional arguments? but|is not defined|does not have the attribute|takes no arguments"
@@ -46,6 +48,8 @@ def kind_of_failure(error: BaseException, trace: TracebackType | None, root: Pat
         return "timeout"
     if isinstance(error, AssertionError | pytest.fail.Exception):
         return "assertion"
+    if _LACKS_A_SETTING.search(str(error)):
+        return "interface"
     last_file = Path()
     while trace is not None:
         last_file = Path(trace.tb_frame.f_code.co_filename)
@@ -68,6 +72,7 @@ class Outcomes:
         self._timeout_s = timeout_s
         self._root = root
         self._failed: set[str] = set()
+        self._shown: set[str | None] = set()
 
     def _write(self, line: object) -> None:
         with self._file.open("a") as lines:
@@ -106,9 +111,16 @@ class Outcomes:
                     self._write(Outcome(test, kind, text)._asdict())
         return report
 
+    @pytest.hookimpl(tryfirst=True, specname="pytest_runtest_protocol")
+    def leave_out_what_is_shown(self, item: pytest.Item) -> bool | None:
+        """Run no further case of a test that has failed by what the product did: one is enough."""
+        return True if self._row(item.nodeid) in self._shown else None
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """End a test that takes too long, setup included."""
+        if self._row(item.nodeid) in self._shown:
+            return (yield)
         self._write({"started": self._row(item.nodeid)})
         signal.signal(signal.SIGALRM, self._end_test)
         signal.setitimer(signal.ITIMER_REAL, self._timeout_s)
@@ -132,6 +144,8 @@ class Outcomes:
             self._failed.add(item.nodeid)
             error = call.excinfo.value
             kind = kind_of_failure(error, call.excinfo.tb, self._root)
+            if kind in ("assertion", "exception", "timeout"):
+                self._shown.add(test)
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self._write(Outcome(test, kind, text)._asdict())
         elif report.skipped or (report.passed and report.when == "call"):

@@ -9,11 +9,11 @@ import pytest
 import redis
 
 from cache.errors import ConfigError
+from cache.process import redis_server
 from cache.process.redis_server import (
     SETTINGS,
     RedisServer,
     find_server,
-    joined_server,
     redis_url,
     running_server,
     server,
@@ -167,11 +167,11 @@ def test_who_comes_after_a_kill_of_all_has_a_server_that_stays(tmp_path: Path) -
 
 
 def test_a_command_that_starts_none_keeps_the_one_that_it_joined(tmp_path: Path) -> None:
-    with joined_server(tmp_path) as nobody:
+    with redis_server.joined_server(tmp_path) as nobody:
         assert nobody is None
     with command(tmp_path) as first:
         url = url_of(first)
-        with joined_server(tmp_path) as joined:
+        with redis_server.joined_server(tmp_path) as joined:
             assert joined is not None and joined.url == url
             end(first, None)
             assert stays(url)

@@ -23,6 +23,7 @@ from cache.errors import (
 from cache.format.redis_keys import Keyspace
 from precompute.config.settings import GateThresholds, GovernorConfig
 from precompute.control.control_keys import Control
+from precompute.gates import judge
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.evidence import Evidence
 from precompute.gates.evidence.gate import integrity
@@ -39,7 +40,6 @@ from precompute.gates.judge import (
     GATES,
     INTEGRITY,
     OVERRIDABLE,
-    GateRaised,
     asked_of,
     demand_overridable,
     overridden,
@@ -172,7 +172,7 @@ def test_a_gate_that_raises_refuses_nothing_and_says_where_it_raised() -> None:
         raise KeyError("users_scored")
 
     with pytest.raises(
-        GateRaised, match="coverage could not be judged, so nothing is refused"
+        NotJudged, match="coverage could not be judged, so nothing is refused"
     ) as said:
         run_within("coverage", raises, 5.0)
 
@@ -180,7 +180,7 @@ def test_a_gate_that_raises_refuses_nothing_and_says_where_it_raised() -> None:
 
 
 def test_where_a_gate_raised_is_the_innermost_line_of_our_own() -> None:
-    with pytest.raises(GateRaised, match=r"verdict\.py, line \d+, in at_least\)"):
+    with pytest.raises(judge.GateRaised, match=r"verdict\.py, line \d+, in at_least\)"):
         run_within("coverage", lambda: at_least("much", 0.5), 5.0)  # type: ignore[arg-type]
 
 
@@ -194,7 +194,7 @@ def test_gates_behind_one_that_raises_are_asked_all_the_same(candidate: Candidat
         return Measured(False, 1, 0)
 
     asked: list[Verdict] = []
-    with pytest.raises(GateRaised, match="broken could not be judged"):
+    with pytest.raises(judge.GateRaised, match="broken could not be judged"):
         deque(map(asked.append, run_gates(candidate, [passes, broken, fails])))
 
     assert [each.rule for each in asked] == ["passes", "fails"]
