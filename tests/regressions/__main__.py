@@ -272,6 +272,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="a file for the table and the summary as well")
     parser.add_argument("--json", type=Path, help="a file for the rows as JSON")
     parser.add_argument(
+        "--again", action="store_true", help="take what is red in --json, and run the others"
+    )
+    parser.add_argument(
         "--case-timeout", type=float, default=CASE_TIMEOUT_S, help="seconds, a test"
     )
     options = parser.parse_args()
