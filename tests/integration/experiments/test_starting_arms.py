@@ -1,0 +1,130 @@
+"""The real application while an arm of an experiment loads for long."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from cache.store.blocklist import change_blocklist
+from precompute.experiments import changes
+from precompute.experiments.edits import ArmOption, ExperimentOption
+from serving.namespace import ServedArm
+from tests.integration.experiments.arms import arms
+from tests.integration.nights import histories
+from tests.integration.serving_app import eventually, serving
+
+LOADS_S = 1.5
+load_at_once = ServedArm.start
+
+
+def option(own: str, other: str) -> ExperimentOption:
+    """An experiment with an arm in another namespace."""
+    named = (ArmOption("control", own, 0.5), ArmOption("b", other, 0.5))
+    return ExperimentOption(own, "ranker", named, 0.6)
+
+
+async def test_what_is_blocked_while_an_arm_starts_is_in_none_of_its_answers(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = arms(tmp_path, redis_url)
+    user = min(histories(own))
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def load_when_told(arm: ServedArm) -> None:
+        has_begun.set()
+        await may_end.wait()
+        await load_at_once(arm)
+
+    async with serving(own) as running:
+        monkeypatch.setattr(ServedArm, "start", load_when_told)
+        wanted = option(own.namespace, other.namespace)
+        starting = asyncio.create_task(asyncio.to_thread(changes.start, own, wanted, holdout=None))
+        await asyncio.wait_for(has_begun.wait(), 30)
+
+        async def items(arm: str) -> list[str]:
+            body = {"entities": [user], "arm": f"ranker={arm}"}
+            answer = (await running.post("/v1/lookup/user_topk", body))["answers"][0]
+            return list(answer["items"])
+
+        (answer,) = (await running.post("/v1/lookup/user_topk", {"entities": [user]}))["answers"]
+        barred = answer["items"][0]
+        change_blocklist(own.store(), block_items=[barred.encode()])
+
+        async def is_in_force() -> bool:
+            found = await running.post("/v1/lookup/user_topk", {"entities": [user]})
+            return barred not in found["answers"][0]["items"]
+
+        assert await eventually(is_in_force)
+        may_end.set()
+        await starting
+
+        assert barred not in await items("control")
+        assert barred not in await items("b")
+
+
+async def test_a_service_that_starts_opens_each_arm_once(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = arms(tmp_path, redis_url)
+    changes.start(own, option(own.namespace, other.namespace), holdout=None)
+    opened: list[ServedArm] = []
+    is_opened_again = asyncio.Event()
+
+    async def load_for_long(arm: ServedArm) -> None:
+        opened.append(arm)
+        if len(opened) > 1:
+            is_opened_again.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(is_opened_again.wait(), LOADS_S)
+        await load_at_once(arm)
+
+    monkeypatch.setattr(ServedArm, "start", load_for_long)
+    async with serving(own, blocklist_poll_s=0.05) as running:
+
+        async def is_held() -> bool:
+            body = {"entities": [min(histories(own))], "arm": "ranker=b"}
+            return (await running.http.post("/v1/lookup/user_topk", json=body)).status_code == 200
+
+        assert await eventually(is_held)
+
+    assert len(opened) == 1
+
+
+async def test_an_experiment_stops_while_the_arm_of_another_loads(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other, third = arms(tmp_path, redis_url, 2)
+    user = min(histories(own))
+    changes.start(own, option(own.namespace, other.namespace), holdout=None)
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def load_when_told(arm: ServedArm) -> None:
+        has_begun.set()
+        await may_end.wait()
+        await load_at_once(arm)
+
+    async with serving(own) as running:
+
+        async def status() -> int:
+            body = {"entities": [user], "arm": "ranker=b"}
+            return (await running.http.post("/v1/lookup/user_topk", json=body)).status_code
+
+        async def is_held() -> bool:
+            return await status() == 200
+
+        async def is_stopped() -> bool:
+            return await status() == 409
+
+        assert await eventually(is_held)
+        monkeypatch.setattr(ServedArm, "start", load_when_told)
+        named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", third.namespace, 0.5))
+        second = ExperimentOption(own.namespace, "other", named, 0.3)
+        starting = asyncio.create_task(asyncio.to_thread(changes.start, own, second, holdout=None))
+        await asyncio.wait_for(has_begun.wait(), 30)
+        stopping = asyncio.create_task(asyncio.to_thread(changes.stop, own, "ranker"))
+        has_stopped = await eventually(is_stopped, timeout_s=10)
+        may_end.set()
+        await asyncio.gather(starting, stopping)
+
+    assert has_stopped
