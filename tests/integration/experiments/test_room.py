@@ -10,6 +10,7 @@ from rich.markup import render
 
 from cache.errors import Conflict
 from cache.store.artefacts import read_manifest
+from precompute.bulk.governor import Governor
 from precompute.cli.parser import parser_of_commands
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import quiet
@@ -93,3 +94,19 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
     # Nothing of the truth is gone.
     restore(one, attempt="again")
     assert live_of(one) == live and pages_of(one) == (found[0].pages, found[0].size_bytes)
+
+
+def test_pages_are_freed_at_the_pace_of_the_governor(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = arms(tmp_path, redis_url)
+    named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
+    changes.start(own, ExperimentOption(own.namespace, "ranker", named, 0.3))
+    changes.stop(own, "ranker")
+    _, size_bytes = pages_of(other)
+    paced: list[int] = []
+    monkeypatch.setattr(Governor, "pace", lambda _governor, size: paced.append(size))
+
+    free(own, "ranker")
+
+    assert sum(paced) == size_bytes > 0
