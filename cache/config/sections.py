@@ -81,8 +81,8 @@ class Sources:
 
     @property
     def names_users(self) -> bool:
-        """True if there is a table of users that a night can answer for."""
-        return bool(self.interactions or self.user_vectors)
+        """True if there is a table of users that a night can answer for: one of features is enough for some models."""
+        return bool(self.interactions or self.user_vectors or self.user_features)
 
 
 @section

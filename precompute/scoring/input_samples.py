@@ -64,8 +64,14 @@ def _slices(made: Build) -> Iterator[ShardInput]:
 
 
 def lacks_histories(made: Build, model: BundleModel) -> bool:
-    """True for a model of histories in a night without interactions, where nobody has one."""
-    return not made.config.sources.interactions and model.spec.history is not None
+    """True for a model of histories in a night where users bring vectors and nobody has a history.
+
+    Users of the feature table alone are asked about as they are: their history is empty.
+    """
+    sources = made.config.sources
+    return (
+        not sources.interactions and bool(sources.user_vectors) and model.spec.history is not None
+    )
 
 
 def users_with_vectors(made: Build) -> ShardInput:

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from cache.errors import BundleError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.tower import Histories, Inputs, Tower, rows_of
+from precompute.builds.build import Build, fetch_model
 from precompute.bundles.agreement import agreement, take
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.quantize import quantize_tower
 from precompute.partitions.item_features import ItemFeatures
 from precompute.partitions.shard_input import ShardInput
+from precompute.scoring.input_samples import given_vectors, lacks_histories, sample_inputs
 from precompute.scoring.inputs import bind, usable_inputs
 
 SAMPLE = 512
@@ -75,13 +77,14 @@ def quantize_models(
     return found
 
 
-def sample_user_vectors(
-    bundle: Bundle, folder: Path, items: ItemTable, sample: ShardInput
-) -> NDArray[np.float32]:
-    """float32 [up to 512, dims]: full-precision vectors of sampled users."""
-    inputs, _ = _user_inputs(bundle.user_tower, items, sample)
-    file = folder / f"{bundle.user_tower.name}.fp32.onnx"
-    vectors = Tower.open(file, bundle.user_tower.spec).run(inputs)
+def sample_user_vectors(made: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
+    """float32 [n, dims]: vectors of real users, those they bring or up to 512 of the user tower in full precision."""
+    tower = bundle.user_tower
+    if lacks_histories(made, tower):
+        return given_vectors(made)
+    fetch_model(made, tower)
+    inputs, _ = _user_inputs(tower, items, sample_inputs(made, items, tower))
+    vectors = Tower.open(made.root / f"models/{tower.name}.fp32.onnx", tower.spec).run(inputs)
     return vectors[np.isfinite(vectors).all(axis=1)]
 
 

@@ -82,8 +82,8 @@ def run(
     cut, events = parse_time(moment), event_files(config, events_until)
     if not config.sources.names_users:
         raise ConfigError(
-            "sources.interactions is empty, and so is sources.user_vectors: name the files the night is computed "
-            "from, in the file given by --config or LARDER_CONFIG"
+            "sources.interactions is empty, and so are sources.user_vectors and sources.user_features: name the files "
+            "the night is computed from, in the file given by --config or LARDER_CONFIG"
         )
     with open_releases(config) as releases:  # before hours of work that could not be published
         if moment is named:
@@ -141,6 +141,17 @@ def in_night(night: Night) -> StepRow:
     )
 
 
+def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
+    """Raise ConfigError where users have features alone, and the model answers by a history alone."""
+    sources = config.sources
+    has_features_alone = not sources.interactions and not sources.user_vectors
+    if has_features_alone and bundle.needs_history and not bundle.answers_without_history:
+        raise ConfigError(
+            "sources.interactions is empty, and so is sources.user_vectors, and the model takes a history and no "
+            "features: name the files of interactions, or those of vectors of users"
+        )
+
+
 def _featured_in_words(begun: Mapping[str, Any]) -> str:
     """What becomes of users whom the feature table alone names; empty where there are none or all are computed."""
     count = begun.get("featured", 0)
@@ -158,7 +169,8 @@ def _computes_featured(config: NightConfig, bundle: Bundle, seen: Partitioned) -
     if not bundle.answers_without_history:
         return False
     if config.featured_users == "auto":
-        return seen.featured <= seen.users - seen.featured
+        others = seen.users - seen.featured
+        return not others or seen.featured <= others
     return config.featured_users
 
 
@@ -216,6 +228,7 @@ def _begin(
     pinned: tuple[str, list[dict[str, object]]] | None = None,
 ) -> Step:
     demand_feature_types(config, bundle)
+    _demand_histories(config, bundle)
     named_filters(config)
     sources_digest, inputs = pinned or pin(files.all)
     store = config.store()

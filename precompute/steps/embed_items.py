@@ -29,7 +29,8 @@ from precompute.scoring.defaults import (
     write_defaults,
     write_facets,
 )
-from precompute.scoring.input_samples import given_vectors, regrouped_alike
+from precompute.scoring.input_samples import regrouped_alike
+from precompute.scoring.live_models import sample_user_vectors
 from precompute.scoring.shard import embed_catalogue, open_item_features
 from precompute.scoring.tables import GrowingFile
 from precompute.scoring.towers import open_tower
@@ -101,7 +102,7 @@ def _write_changes(made: Build, base: Base | None, items: ItemTable) -> bool:
 
 def _write_defaults(made: Build, bundle: Bundle, items: ItemTable) -> Step:
     """Defaults and facets where nothing says what is popular: what suits known users best, on average."""
-    users = given_vectors(made)
+    users = sample_user_vectors(made, bundle, items)
     write_defaults(
         made,
         bundle,

@@ -5,21 +5,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from cache.format.item_table import ItemTable
-from precompute.builds.build import Build, fetch_items, fetch_model, open_bundle
+from precompute.builds.build import Build, fetch_items, open_bundle
 from precompute.builds.copies import on_this_host
 from precompute.builds.night import Night, StepRow
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.bulk.headroom import writes_files
-from precompute.bundles.bundle import Bundle
 from precompute.bundles.index import build_index
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
-from precompute.scoring.input_samples import given_vectors, lacks_histories, sample_inputs
 from precompute.scoring.live_models import sample_user_vectors
 
 
@@ -39,7 +33,8 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         for table in configured_tables(config, bundle).values()
         if table.kind in ("user_topk", "item_similar")
     })  # fmt: skip
-    queries = _queries(made, bundle, items)
+    # Recall is measured with vectors of users, for these are what the index is asked with.
+    queries = sample_user_vectors(made, bundle, items)
     indexes = {}
     for number, metric in enumerate(metrics):
         name = f"index/{metric}.faiss"
@@ -58,16 +53,6 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     report = {"indexes": indexes, "seconds": time.perf_counter() - started}
     made.report("index", report)
     return report
-
-
-def _queries(made: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
-    """float32 [n, dims]: vectors of real users, for recall is measured with those where the index serves users."""
-    tower = bundle.user_tower
-    if lacks_histories(made, tower):
-        return given_vectors(made)
-    fetch_model(made, tower)
-    sample = sample_inputs(made, items, tower)
-    return sample_user_vectors(bundle, made.root / "models", items, sample)
 
 
 def in_night(night: Night) -> StepRow:

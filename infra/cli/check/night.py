@@ -50,7 +50,8 @@ def look_at_sources(config: "NightConfig") -> Found:
                 return "to do", f"{name} has no rows: write them, or leave it out of [sources]"
     found = f"{len(files)} file{'s' * (len(files) > 1)}"
     if not sources.interactions:
-        return "ok", f"{found}, none of interactions: users are those of {sources.user_vectors}"
+        users = sources.user_vectors or sources.user_features
+        return "ok", f"{found}, none of interactions: users are those of {users}"
     assert first is not None  # noqa: S101 - it has rows
     shape = Shape.of_batch(first)
     if is_all:

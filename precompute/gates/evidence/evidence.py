@@ -185,10 +185,14 @@ class Evidence:
     def compared(self, model: BundleModel) -> ShardInput:
         """Users on whose inputs the forms of a model are compared: the sampled ones.
 
-        Where the night has no interactions and the model wants a history, with histories that are drawn.
+        With histories that are drawn where the model wants one and users have vectors in its place.
         """
-        is_drawn = self.manifest.facts.get(WITHOUT_INTERACTIONS) and model.spec.history is not None
-        return self._drawn if is_drawn else self.users.users
+        users = self.users.users
+        has_histories = not self.manifest.facts.get(WITHOUT_INTERACTIONS)
+        is_drawn = (
+            not has_histories and users.vectors is not None and model.spec.history is not None
+        )
+        return self._drawn if is_drawn else users
 
     def user_inputs(
         self, model: BundleModel, users: ShardInput | None = None

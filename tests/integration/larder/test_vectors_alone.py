@@ -115,7 +115,7 @@ def test_what_the_manifest_says_of_a_night_without_interactions(
 @pytest.mark.parametrize(
     ("vectors", "said"),
     [
-        (None, "sources.interactions is empty, and so is sources.user_vectors"),
+        (None, "sources.interactions is empty, and so are sources.user_vectors and"),
         (np.empty((0, DIMS), np.float32), "it has no rows"),
         (np.ones((5, DIMS + 1), np.float32), f"of its 5 rows none is; each is a list of {DIMS} "),
     ],

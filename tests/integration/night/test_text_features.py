@@ -1,5 +1,6 @@
 """Models that read texts, in every shape that libraries export: the same answers by night, live and over HTTP."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,19 @@ import pyarrow.parquet as pq
 import pytest
 from onnx import TensorProto, helper
 
-from cache.errors import Refused
+from cache.errors import ConfigError, Refused
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles.bundle_writer import ModelFile
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import NightConfig, TableConfig
 from tests.integration import nights
-from tests.integration.feature_towers import from_history_and_country, with_towers
+from tests.integration.feature_towers import (
+    COUNTRIES,
+    from_history_and_country,
+    from_taste,
+    vectors_column,
+    with_towers,
+)
 from tests.integration.serving_app import serving
 from tests.opened import open_generation
 
@@ -240,3 +247,47 @@ def model_that_wants_an_age() -> ModelFile:
     onnx.checker.check_model(model)
     spec = TowerSpec((InputSpec("age", "feature", "int64", column="age"),), "risk", 1)
     return ModelFile(OnnxModel(model.SerializeToString()), spec, labels=("risk",))
+
+
+@pytest.mark.parametrize("user_tower", [from_history_and_country, lambda _items: from_taste()])
+async def test_a_table_of_features_is_enough_for_a_classifier(
+    tmp_path: Path, redis_url: str, user_tower: Callable[[int], ModelFile]
+) -> None:
+    night = nights.prepare(tmp_path, redis_url, users=120, items=60)
+    words = {f"account-{row}": WORDS[row % 3] for row in range(120)}
+    accounts = {
+        "user": list(words),
+        "text": list(words.values()),
+        "taste": vectors_column(len(words), 2),
+        "country": pa.array([row % COUNTRIES for row in range(len(words))], pa.int64()),
+    }
+    pq.write_table(pa.table(accounts), tmp_path / "accounts.parquet")
+    looks = vectors_column(60, 3)
+    items = pq.read_table(tmp_path / "items.parquet")["item"]
+    pq.write_table(pa.table({"item": items, "looks": looks}), tmp_path / "items.parquet")
+    with_towers(night, user_tower, {"risk": value_model(None)})
+    night = replace(
+        night,
+        sources=replace(night.sources, interactions=(), user_features="accounts.parquet"),
+        tables={"risk": TableConfig("value", precision="f4", value="risk")},
+    )
+
+    nights.publish_night(night, nights.UNTIL)
+    nights.publish_night(night, nights.NEXT)
+
+    async with serving(night) as running:
+        for account, word in list(words.items())[:6]:
+            answer = await running.get(f"/v1/lookup/risk/{account}")
+            assert answer["values"] == [score([word])] and answer["producer"] == "batch"
+
+
+def test_features_alone_are_refused_for_a_model_of_histories(
+    tmp_path: Path, redis_url: str
+) -> None:
+    night = nights.prepare(tmp_path, redis_url, users=20, items=20)
+    users = pa.table({"user": ["a", "b"], "country": pa.array([0, 1], pa.int64())})
+    pq.write_table(users, tmp_path / "users.parquet")
+    sources = replace(night.sources, interactions=(), user_features="users.parquet")
+
+    with pytest.raises(ConfigError, match="the model takes a history and no features: name"):
+        nights.publish_night(replace(night, sources=sources), nights.UNTIL)
