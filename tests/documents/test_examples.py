@@ -20,7 +20,7 @@ FROM_NOTHING = {
     "docs/tutorial/from-your-data.md",
     *(
         f"docs/how-to/import/{each}.md"
-        for each in ("vectors", "implicit", "torch", "scikit-learn", "item-weights")
+        for each in ("vectors", "implicit", "torch", "scikit-learn", "item-weights", "classifier")
     ),
 }
 """Pages for whoever has nothing yet: an empty folder, no Redis, no settings."""

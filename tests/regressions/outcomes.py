@@ -112,7 +112,7 @@ class Outcomes:
         return report
 
     @pytest.hookimpl(tryfirst=True, specname="pytest_runtest_protocol")
-    def leave_out_what_is_shown(self, item: pytest.Item) -> bool | None:
+    def pytest_leave_out_what_is_shown(self, item: pytest.Item) -> bool | None:
         """Run no further case of a test that has failed by what the product did: one is enough."""
         return True if self._row(item.nodeid) in self._shown else None
 
