@@ -114,3 +114,12 @@ def test_the_page_on_torch_shows(shown: str) -> None:
     page = (DOCS / "how-to/import/torch.md").read_text()
 
     assert re.search(shown, page, re.DOTALL)
+
+
+def test_a_page_leads_who_has_a_classifier_from_the_model_to_an_answer() -> None:
+    listed = (ROOT / "docs/how-to/import/index.md").read_text()
+    page = ROOT / "docs/how-to/import/classifier.md"
+
+    assert "[Serve a classifier](classifier.md)" in listed
+    for step in ("write_bundle(", "values={", 'kind = "value"', "larder night", "/v1/lookup/risk/"):
+        assert step in page.read_text(), step
