@@ -27,10 +27,35 @@ def test_usual_sources_are_ok(tmp_path: Path) -> None:
     assert check(tmp_path, clicks()) == ("ok", "1 file; 1,000 interactions")
 
 
-def test_what_looks_odd_is_said_with_the_id(tmp_path: Path) -> None:
-    state, told = check(tmp_path, clicks() + [f"0,i{row % 40},1700000000" for row in range(300)])
+def at(times: str, rows: list[str]) -> list[str]:
+    """The same rows, at the times that a format gives by the number of each row."""
+    return [f"{row.rpartition(',')[0]},{times.format(number)}" for number, row in enumerate(rows)]
 
-    assert state == "ok" and "the user '0' has 23% of all rows" in told
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            clicks() + [f"0,i{row % 40},1700000000" for row in range(300)],
+            "the user '0' has 23% of all rows",
+        ),
+        (
+            [f"u{row},i{row} j{row} k{row},1700000000" for row in range(200)],
+            "200 items in 200 rows: nearly each comes once, and nearly all hold several words",
+        ),
+        (at("{}", clicks()), "the newest time is 1970-01-01"),
+        (at("0", clicks(100)) + clicks(900), "10% of the rows have no time"),
+        (
+            [*clicks(500), "user,item,timestamp", *clicks(500)],
+            "1,000 interactions, 1 rows that cannot be used: 1 the header again",
+        ),
+    ],
+    ids=["an id with a fifth", "lists in a field", "times of 1970", "no times", "a header again"],
+)
+def test_what_looks_odd_is_said(tmp_path: Path, rows: list[str], said: str) -> None:
+    state, told = check(tmp_path, rows)
+
+    assert state == "ok" and said in told
 
 
 def test_too_little_data_is_to_do(tmp_path: Path) -> None:
