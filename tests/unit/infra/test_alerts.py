@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 from typing import Any
 
@@ -13,6 +12,7 @@ from precompute.cli.parser import parser_of_commands
 from serving.__main__ import argument_parser as parser_of_service
 from serving.explain.cli import argument_parser as parser_of_explain
 from tests.unit.infra.test_monitoring import ALERTS, INFRA
+from tests.unit.infra.test_prometheus import needs_promtool
 
 CASES: dict[str, list[Any]] = {
     file.name: yaml.safe_load(file.read_text())["tests"]
@@ -28,11 +28,6 @@ SECTIONS = dict(
 COMMANDS = sorted(
     {re.sub(r"\s+", " ", each) for text in SECTIONS.values() for each in re.findall(r"`([^`]+)`", text)}
 )  # fmt: skip
-
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="no promtool on PATH: apt-get install prometheus, or run .ci/run",
-)
 
 
 def fires(case: Any) -> set[str]:
@@ -51,19 +46,6 @@ def test_alerts_fire_and_stay_silent_as_their_cases_say(name: str) -> None:
     )  # fmt: skip
 
     assert told.returncode == 0, told.stdout + told.stderr
-
-
-@needs_promtool
-def test_promtool_accepts_the_configuration_and_the_rules() -> None:
-    files = sorted((INFRA / "prometheus/rules").glob("*.yml"))
-    for command in (
-        ["check", "rules", "--lint=all", "--lint-fatal", *map(str, files)],
-        ["check", "config", str(INFRA / "prometheus/prometheus.yml")],
-    ):
-        told = subprocess.run(
-            ["promtool", *command], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert told.returncode == 0, told.stdout + told.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
