@@ -66,7 +66,7 @@ def outcomes(folder: Path, text: str, chosen: list[str]) -> list[tuple[str, str]
         "-p", "tests.regressions.outcomes", "--chosen", folder / "chosen", "--outcomes", folder / "written",
         "--case-timeout", "1", folder / "test_there.py",
     ]  # fmt: skip
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, check=False)
     lines = [json.loads(line) for line in (folder / "written").read_text().splitlines()]
     return [
         (line["test"].removeprefix("test_there.py::"), line["kind"])

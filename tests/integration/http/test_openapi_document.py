@@ -8,16 +8,18 @@ import pytest
 from cache.config.events import EventsConfig
 from cache.formats import RELEASE
 from precompute.config.settings import NightConfig
-from serving.answers.reasons import TOLD, LiveReason, Stale
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import Running, serving
 from tests.openapi_document import Json, operations, parts, problems, resolved
+from tests.unit.test_rooms import ROOT
 
-OPEN_WORDS = {
-    "Reason": list(map(str, TOLD)),
-    "LiveReason": list(map(str, LiveReason)),
-    "StaleReason": list(map(str, Stale)),
-}
+
+def open_words(name: str) -> list[str]:
+    """Words of an answer, by the name of their schema."""
+    from serving.answers.reasons import TOLD, LiveReason, Stale
+
+    words = {"Reason": TOLD, "LiveReason": LiveReason, "StaleReason": Stale}[name]
+    return list(map(str, words))
 
 
 @pytest.fixture(scope="module")
@@ -120,14 +122,15 @@ async def test_a_refusal_has_an_error_with_a_code(document: Json) -> None:
             assert schema == {"$ref": "#/components/schemas/Problem"}, operation.name
 
 
-@pytest.mark.parametrize("name", OPEN_WORDS)
+@pytest.mark.parametrize("name", ["Reason", "LiveReason", "StaleReason"])
 async def test_a_list_of_words_is_told_and_open(document: Json, name: str) -> None:
     schemas = document["components"]["schemas"]
     known = schemas[f"Known{name}"]
+    words = open_words(name)
 
-    assert known["enum"] == OPEN_WORDS[name]
-    assert all(f"`{word}`: " in known["description"] for word in OPEN_WORDS[name])
-    for word in (*OPEN_WORDS[name], "a word of a later release"):
+    assert known["enum"] == words
+    assert all(f"`{word}`: " in known["description"] for word in words)
+    for word in (*words, "a word of a later release"):
         assert problems(document, schemas[name], word) == []
     assert problems(document, schemas[name], 1) != []
 
@@ -137,6 +140,14 @@ async def test_fields_of_an_answer_refer_to_their_words(document: Json) -> None:
 
     for field, name in (("reason", "Reason"), ("live", "LiveReason"), ("stale", "StaleReason")):
         assert fields[field] == {"$ref": f"#/components/schemas/{name}"}
+
+
+async def test_every_operation_stands_on_the_reference_page(document: Json) -> None:
+    page = (ROOT / "docs/reference/http-api.md").read_text()
+    paths = {operation.path for operation in operations(document)}
+
+    assert "/v1/feedback" in paths
+    assert {path for path in paths if path not in page} == set()
 
 
 async def test_examples_are_answered_as_they_are_documented(
