@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.regressions.findings import Finding, findings
-from tests.regressions.outcomes import Outcome
+from tests.regressions.outcomes import SHOWN_BY_PRODUCT, Outcome
 
 ROOT = Path(__file__).parents[2]
 CASE_TIMEOUT_S = 120.0
@@ -247,9 +247,13 @@ def write_rows(file: Path, rows: list[Row]) -> None:
 
 
 def red_before(file: Path) -> dict[str, Outcome]:
-    """What was red in the rows of an earlier run."""
+    """What was red by what the product did in the rows of an earlier run."""
     rows = [Row(**row) for row in json.loads(file.read_text())]
-    return {row.test: Outcome(row.test, row.kind, row.text) for row in rows if row.is_red}
+    return {
+        row.test: Outcome(row.test, row.kind, row.text)
+        for row in rows
+        if row.kind in SHOWN_BY_PRODUCT
+    }
 
 
 def main() -> int:
@@ -272,7 +276,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="a file for the table and the summary as well")
     parser.add_argument("--json", type=Path, help="a file for the rows as JSON")
     parser.add_argument(
-        "--again", action="store_true", help="take what is red in --json, and run the others"
+        "--again",
+        action="store_true",
+        help="take what failed by what the product did from --json, and run the others",
     )
     parser.add_argument(
         "--case-timeout", type=float, default=CASE_TIMEOUT_S, help="seconds, a test"

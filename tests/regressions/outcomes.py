@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+SHOWN_BY_PRODUCT = ("assertion", "exception", "timeout")
+"""Kinds of failure by what the product did: no further case can show more."""
 PRODUCT = ("cache", "precompute", "serving", "dags", "infra")
 # What Python says of a name, an argument or a field that the code of an older commit does not have, and what Larder and
 # its shell say of a setting and an option.
@@ -144,7 +146,7 @@ class Outcomes:
             self._failed.add(item.nodeid)
             error = call.excinfo.value
             kind = kind_of_failure(error, call.excinfo.tb, self._root)
-            if kind in ("assertion", "exception", "timeout"):
+            if kind in SHOWN_BY_PRODUCT:
                 self._shown.add(test)
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self._write(Outcome(test, kind, text)._asdict())
