@@ -42,12 +42,19 @@ def test_a_guide_has_none_of_the_words_that_newcomers_stumbled_over(page: Path) 
     assert [found[0] for found in RIDDLES.finditer(text)] == []
 
 
-def test_the_first_screen_says_what_larder_is_at_which_version_and_how_it_is_installed() -> None:
+def test_the_first_screen_says_what_larder_is_and_at_which_version() -> None:
     shown = screen()
 
     assert "pipeline" in shown and "service" in shown
     assert f"Version {PROJECT['version']}" in shown
-    assert f"pip install --find-links dist '{PROJECT['name']}[" in shown
+
+
+def test_the_first_screen_installs_this_package_and_no_other() -> None:
+    text = README.split("## Figures")[0]
+    installed = re.findall(r"pip install [^\n`]*?'(\w[\w-]*)\[", text)
+
+    assert set(installed) == {PROJECT["name"]}
+    assert f"pip install --find-links dist '{PROJECT['name']}[" in screen()
 
 
 def test_an_example_stands_before_the_figures() -> None:
