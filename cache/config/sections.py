@@ -30,7 +30,8 @@ class Sources:
     """Inputs of the night, in `[sources]`; paths may hold wildcards and are relative to the configuration file."""
 
     interactions: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
-    """Files, folders with all below, wildcards or fsspec URLs of what users did; may be empty with `user_vectors`."""
+    """Files, folders with all below, wildcards or fsspec URLs of what users did; may be empty with `user_vectors` or
+    `user_features`."""
     format: SourceFormat = "auto"
     """Format of those files; `auto` goes by their names."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] = ","
