@@ -1,6 +1,6 @@
 """The OpenAPI document of a running service: schemas with names, examples that run, one answer for each operation."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from urllib.parse import quote
 
 import pytest
@@ -16,10 +16,13 @@ from tests.unit.test_rooms import ROOT
 
 def open_words(name: str) -> list[str]:
     """Words of an answer, by the name of their schema."""
+    from cache.tiers.results import Word
     from serving.answers.reasons import TOLD, LiveReason, Stale
 
-    words = {"Reason": TOLD, "LiveReason": LiveReason, "StaleReason": Stale}[name]
-    return list(map(str, words))
+    words: dict[str, Iterable[Word]] = {
+        "Reason": TOLD, "LiveReason": LiveReason, "StaleReason": Stale,
+    }  # fmt: skip
+    return [str(word) for word in words[name]]
 
 
 @pytest.fixture(scope="module")
