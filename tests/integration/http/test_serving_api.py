@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cache.format.item_table import ItemTable
-from cache.l2.tier import RemoteTier
+from cache.l2.pool import PipelinePool
 from cache.store.releases import newest_release
 from precompute.config.settings import NightConfig
 from serving.client import AsyncClient, InvalidRequest, Options
@@ -344,17 +344,17 @@ async def test_the_client_gets_back_the_very_id_it_asked_for(night: NightConfig,
 async def test_connections_to_redis_are_open_before_it_is_ready(
     night: NightConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[int] = []
-    connect = RemoteTier.connect_ahead
+    pools: list[PipelinePool] = []
+    make = PipelinePool.__init__
 
-    async def counted(tier: RemoteTier) -> None:
-        await connect(tier)
-        opened.append(tier.pool.opened)
+    def noted(pool: PipelinePool, *arguments: Any, **options: Any) -> None:
+        make(pool, *arguments, **options)
+        pools.append(pool)
 
-    monkeypatch.setattr(RemoteTier, "connect_ahead", counted)
+    monkeypatch.setattr(PipelinePool, "__init__", noted)
 
     async with serving(night):
-        assert opened == [1]
+        assert [pool.opened for pool in pools] == [1]
 
 
 async def test_what_is_like_an_item_that_nobody_knows_is_an_empty_list_with_a_reason(
