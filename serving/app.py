@@ -55,7 +55,7 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
             app.router.routes.clear()
             router, document = routes(service)
             app.include_router(router)
-            app.openapi_schema = document
+            front.document = document
             app.router.routes.extend(documentation)
             front.gate = service.gate()
             if config.fast_http:

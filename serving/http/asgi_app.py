@@ -94,6 +94,12 @@ class Front(FastAPI):
         self.watch: RequestObserver | None = None
         self.fast: Fast | None = None
         self.wire: Fast | None = None  # the same, unless each request may be traced
+        self.document: dict[str, Any] = {}
+        """OpenAPI document; set once the routes are known."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the service's own document: newer FastAPIs replace a stored `openapi_schema` when routes change."""
+        return self.document
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a request or the application's life; what is ready is sent under any load: a refusal costs as much."""
