@@ -234,6 +234,18 @@ def test_a_script_of_the_service_reaches_no_further_than_the_service(
     assert loader.get(KEYS.live) == b"{}"
 
 
+def test_status_counts_replicas_with_the_loaders_rights(
+    reader: redis.Redis, loader: redis.Redis
+) -> None:
+    control = Control(loader, KEYS)
+    now = control.time()
+    reader.zadd(KEYS.replicas, {b"silent": now - 3_600.0, b"forgotten": now - 2 * 86_400.0})
+
+    assert control.replicas() == []
+    assert control.silent_replicas() == 1
+    assert control.forget_dead_replicas(after_s=0.0) == 2
+
+
 def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) -> None:
     control = Control(loader, KEYS)
     page = KEYS.page("g1", "user_topk", 1)
