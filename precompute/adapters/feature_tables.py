@@ -19,7 +19,8 @@ def feature_columns(given: Any, ids: Any, what: str) -> dict[str, Any]:
 
     `given` is a mapping of arrays, which is taken as it is, or a table: of Arrow, pandas or polars, or the path of a
     Parquet or CSV file. A table with a column of ids, named `what` ("item" or "user"), may have its rows in any order,
-    and more of them. Without `ids` the rows stay as they are. Raises SourceError, naming the remedy.
+    and more of them; a table whose ids stand in a column of another name, in another order, is refused. Without `ids`
+    the rows stay as they are. Raises SourceError, naming the remedy.
     """
     if given is None:
         return {}
@@ -34,6 +35,11 @@ def feature_columns(given: Any, ids: Any, what: str) -> dict[str, Any]:
         raise SourceError(
             f"{what}_features has {table.num_rows:,} rows for {len(ids):,} {what} ids, and no column {what!r} that "
             "tells whose they are: add it, or give a row for each id, in their order"
+        )
+    elif name := _misnamed_ids(table, ids):
+        raise SourceError(
+            f"{what}_features has no column {what!r}, but {name!r} holds {what} ids: rename it to {what!r}; "
+            f"or, if these are no {what} ids, give arrays by name, with a row for each id, in their order"
         )
     return {
         name: _values(table[name].combine_chunks()) for name in table.column_names if name != what
@@ -72,6 +78,25 @@ def _in_order(table: Any, ids: Any, what: str) -> Any:
             f"{what}_features has no row of {places.null_count:,} {what} ids, {missing!r} among them: give one for each"
         )
     return table.take(places)
+
+
+def _misnamed_ids(table: Any, ids: Any) -> str | None:
+    """Name of a column that holds at least half of the ids, in another order than theirs."""
+    for name in table.column_names:
+        column = table[name]
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        kind = column.type
+        if not (
+            pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        ):
+            continue
+        texts = column.cast(pa.string()).combine_chunks()
+        if texts.equals(ids.cast(pa.string())):
+            continue
+        if 2 * pc.index_in(ids, value_set=texts.drop_null().unique()).null_count <= len(ids):
+            return str(name)
+    return None
 
 
 def _values(column: Any) -> Any:

@@ -67,10 +67,10 @@ def from_torch(
             f"{', '.join(sorted(unknown))}: a user tower takes user and history, an item tower takes item; features "
             "have other names"
         )
-    of_item = _features(example.item, item_features, len(items), "item")
+    of_item = _features(example.item, item_features, items, "item")
     of_user = {}
     if users is not None and has_user_features and "user" not in example.user:
-        of_user = _features(example.user, user_features, len(users), "user")
+        of_user = _features(example.user, user_features, users, "user")
     further = _further(example.item, item_features, len(items))
     model, spec, _ = export(of_items)
     rows = Vectors(items, of_items.run(len(items), of_item))
@@ -152,14 +152,14 @@ def _known(
         if clicks is None:
             raise SourceError("the user tower takes a history beside the user's index: give clicks")
         histories = clicks.histories(np.arange(len(users)), tower.example.max_length)
-    return tower.run(len(users), _features(tower.inputs, features, len(users), "user"), histories)
+    return tower.run(len(users), _features(tower.inputs, features, users, "user"), histories)
 
 
 def _features(
-    inputs: Mapping[str, Any], given: Mapping[str, Any] | None, rows: int, what: str
+    inputs: Mapping[str, Any], given: Mapping[str, Any] | None, ids: Any, what: str
 ) -> dict[str, NDArray[Any]]:
-    """Arrays by name of the inputs that are features, with a row for each id."""
-    found = {}
+    """Arrays by name of the inputs that are features, with a row for each id; NaN only of users."""
+    found, rows = {}, len(ids)
     for name, value in inputs.items():
         if name in _INDICES:
             continue
@@ -181,8 +181,36 @@ def _features(
                 "id, as wide as in the example",
                 input=name,
             )
-        found[name] = column.astype(value.numpy().dtype)
+        found[name] = _as_input(
+            column, value.numpy().dtype, f"{what}_features: {name!r}", ids, what
+        )
     return found
+
+
+def _as_input(
+    column: NDArray[Any], dtype: np.dtype[Any], where: str, ids: Any, what: str
+) -> NDArray[Any]:
+    """The column in the type that the tower takes; SourceError, with the first id, for a value that it cannot hold."""
+    if column.dtype.kind in "US" or any(isinstance(value, str) for value in column.flat):
+        raise SourceError(
+            f"{where} holds texts, and the {what} tower takes {dtype}: give the codes that the model was trained with "
+            "(docs/how-to/import/torch.md, Texts in the place of codes)"
+        )
+    numbers = column.astype(np.float64) if column.dtype.kind == "O" else column
+    if numbers.dtype.kind != "f" or (what == "user" and dtype.kind == "f"):
+        return numbers.astype(dtype)
+    is_bad = ~np.isfinite(numbers) if dtype.kind == "f" else numbers != np.trunc(numbers)
+    is_bad = is_bad.reshape(len(ids), -1).any(axis=1)
+    if is_bad.any():
+        row = int(is_bad.argmax())
+        value = numbers.reshape(len(ids), -1)[row]
+        lack = "is not finite" if dtype.kind == "f" else "is no whole number"
+        lack = "is missing or NaN" if np.isnan(value).any() else lack
+        raise SourceError(
+            f"{where} {lack} for {ids[row].as_py()!r}, the first of {int(is_bad.sum()):,}: give a value that the model "
+            f"was trained with for an unknown one, or leave these {what}s out"
+        )
+    return numbers.astype(dtype)
 
 
 def _further(inputs: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> dict[str, Any]:

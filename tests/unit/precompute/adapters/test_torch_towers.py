@@ -213,6 +213,46 @@ def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, said, t
         )
 
 
+@pytest.mark.parametrize(
+    ("prices", "said"),
+    [
+        (["dear"] * ITEMS, r"item_features: 'price' holds texts, and the item tower takes float32"),
+        (
+            [1.0] * 3 + [float("nan")] * (ITEMS - 3),
+            "'price' is missing or NaN for 'i03', the first",
+        ),
+        ([1.0] * 3 + [None] * (ITEMS - 3), "item_features: 'price' is missing or NaN for 'i03'"),
+        (
+            [1.0] * 3 + [float("inf")] * (ITEMS - 3),
+            "item_features: 'price' is not finite for 'i03'",
+        ),
+    ],
+)
+def test_a_feature_that_an_item_tower_cannot_take_is_named(prices, said, tmp_path):
+    given = Example({"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20)
+
+    with pytest.raises(SourceError, match=said):
+        from_torch(
+            towers.Mean().eval(), towers.Priced().eval(), given, to=tmp_path, item_ids=IDS,
+            item_features=pa.table({"item": IDS, "price": prices}),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("country", [1.5, None])
+def test_a_code_of_a_user_that_is_no_whole_number_is_named(country, tmp_path):
+    given = Example(
+        {"history": towers.HISTORY, **{name: each[:2] for name, each in FEATURES.items()}},
+        {"item": INDEX}, pad=ITEMS, max_length=20,
+    )  # fmt: skip
+    users = {"country": pa.array([0, 1, country], pa.float64()), "sizes": torch.rand(3, 3)}
+
+    with pytest.raises(SourceError, match=r"user_features: 'country' is .* for 'u2'"):
+        from_torch(
+            towers.Featured().eval(), towers.Items().eval(), given, to=tmp_path, item_ids=IDS,
+            user_ids=["u0", "u1", "u2"], user_features=users,
+        )  # fmt: skip
+
+
 def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):
     (tmp_path / "clicks.csv").write_text(
         "user,item,timestamp\nu1,i03,30\nu1,i09,10\nu2,i01,5\nu1,i05,20\nu1,i09,40\n"
