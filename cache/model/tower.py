@@ -95,6 +95,13 @@ Inputs = Mapping[str, Histories | NDArray[Any]]
 """Input arrays by the tower's own input names; every value has the same number of rows."""
 
 
+def _remedy(error: str) -> str:
+    """What to do about an error of ONNX Runtime whose words do not say it; empty for others."""
+    if "Failed to construct locale" in error:
+        return "; export it for the locale that every host has: options={TfidfVectorizer: {'locale': 'C'}}"
+    return ""
+
+
 class Tower:
     """ONNX Runtime session of one model; thread-safe, and a row's answer does not depend on the rows beside it."""
 
@@ -129,7 +136,7 @@ class Tower:
             session = ort.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
             raise BundleError(
-                f"{path.name} is not a model that ONNX Runtime opens: {error}"
+                f"{path.name} is not a model that ONNX Runtime opens: {error}{_remedy(str(error))}"
             ) from error
         return cls(session, spec, check_fits(path.name, session, spec))
 

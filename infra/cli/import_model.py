@@ -1,16 +1,17 @@
 """`larder import`: makes a folder that a night reads of what other libraries fitted, from files."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cache.errors import SourceError
 from cache.process.command_line import json_text
 from cache.process.printable import printable_lines
 
-_SETTINGS = ("user_column", "item_column", "timestamp_column")
+_SETTINGS = ("user_column", "item_column", "timestamp_column", "id_column")
 
 if TYPE_CHECKING:
+    from precompute.adapters.classifiers import ClassifierReport
     from precompute.adapters.folder import ImportReport
 
 
@@ -22,7 +23,7 @@ def main(words: Sequence[str], *, prog: str) -> int:
     with bars_on(err, is_quiet=sent.json) as progress:
         progress("import", 0, 0)
         try:
-            report = _vectors(sent) if sent.kind == "vectors" else _implicit(sent)
+            report = _KINDS[sent.kind](sent)
         except SourceError as error:
             raise _in_flags(error) from error
     text = json_text(report.to_json()) if sent.json else "\n".join(report.lines())
@@ -62,6 +63,41 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         description="From the .npz file that a model's `save` writes; implicit need not be installed.",
     )
     implicit.add_argument("model", metavar="FILE", help="what `model.save` wrote")
+    classifier = kinds.add_parser(
+        "classifier",
+        help="a classifier or regressor as ONNX: XGBoost, LightGBM, scikit-learn",
+        description="From an ONNX file, and a table with a row for each id that a night scores.",
+    )
+    classifier.add_argument("model", metavar="FILE", help="the model as ONNX")
+    classifier.add_argument(
+        "--features", required=True, metavar="FILE", help="a row for each id, in Parquet or CSV"
+    )
+    classifier.add_argument(
+        "--labels", required=True, metavar="A,B", help="a name for each number that the model gives, in its order"
+    )  # fmt: skip
+    classifier.add_argument(
+        "--id-column", default="user", metavar="NAME", help="column of ids, default: %(default)s"
+    )
+    classifier.add_argument(
+        "--columns", metavar="A,B", help="columns that a model with one input takes, in its order; default: all others"
+    )  # fmt: skip
+    classifier.add_argument(
+        "--table",
+        default="prediction",
+        metavar="NAME",
+        help="table that requests ask, default: %(default)s",
+    )
+    classifier.add_argument(
+        "--output", metavar="NAME", help="output of the model, if there are several"
+    )
+    classifier.add_argument(
+        "--expected",
+        metavar="FILE",
+        help="what the library says of each row, as .npy: compared with the model",
+    )
+    for each in (vectors, implicit, classifier):
+        each.add_argument("--to", required=True, metavar="FOLDER", help="where it is written")
+        each.add_argument("--json", action="store_true", help="the report, for programs")
     for each in (vectors, implicit):
         each.add_argument(
             "--clicks", required=each is implicit, metavar="FILE",
@@ -78,8 +114,6 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
             "--item-ids", metavar="FILE", help="one id a line, in the order of the rows"
         )
         each.add_argument("--user-ids", metavar="FILE", help="the same of users")
-        each.add_argument("--to", required=True, metavar="FOLDER", help="where it is written")
-        each.add_argument("--json", action="store_true", help="the report, for programs")
     return parser
 
 
@@ -111,3 +145,26 @@ def _implicit(sent: argparse.Namespace) -> "ImportReport":
     return from_implicit(
         sent.model, _clicks(sent), to=sent.to, user_ids=sent.user_ids, item_ids=sent.item_ids
     )
+
+
+def _classifier(sent: argparse.Namespace) -> "ClassifierReport":
+    import numpy as np
+
+    from precompute.adapters.classifiers import from_classifier
+
+    try:
+        expected = None if sent.expected is None else np.load(sent.expected)
+    except (OSError, ValueError) as error:
+        raise SourceError(f"--expected {sent.expected}: {error}; it is a .npy file") from None
+    return from_classifier(
+        sent.model, sent.features, to=sent.to, labels=sent.labels.split(","), table=sent.table,
+        id_column=sent.id_column, columns=None if sent.columns is None else sent.columns.split(","),
+        output=sent.output, expected=expected,
+    )  # fmt: skip
+
+
+_KINDS: Mapping[str, "Callable[[argparse.Namespace], ClassifierReport | ImportReport]"] = {
+    "vectors": _vectors,
+    "implicit": _implicit,
+    "classifier": _classifier,
+}

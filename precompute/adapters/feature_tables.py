@@ -26,7 +26,7 @@ def feature_columns(given: Any, ids: Any, what: str) -> dict[str, Any]:
         return {}
     if isinstance(given, Mapping):
         return dict(given)
-    table = _table(given, what)
+    table = table_of(given, f"{what}_features")
     if ids is None:
         pass  # of entities that nobody names, the values are examples
     elif what in table.column_names:
@@ -46,7 +46,8 @@ def feature_columns(given: Any, ids: Any, what: str) -> dict[str, Any]:
     }
 
 
-def _table(given: Any, what: str) -> Any:
+def table_of(given: Any, setting: str) -> Any:
+    """The Arrow table that an argument, called `setting` in errors, is or names; raises SourceError."""
     try:
         if isinstance(given, str | Path):
             path = Path(given)
@@ -60,10 +61,10 @@ def _table(given: Any, what: str) -> Any:
             return pa.Table.from_pandas(given, preserve_index=False)
     except (OSError, pa.ArrowException) as error:
         raise SourceError(
-            f"{what}_features: {error}; a file is Parquet, or CSV with the ending .csv"
+            f"{setting}: {error}; a file is Parquet, or CSV with the ending .csv"
         ) from None
     raise SourceError(
-        f"{what}_features is a {type(given).__name__}: give arrays by name, a table of Arrow, pandas or polars, or the "
+        f"{setting} is a {type(given).__name__}: give arrays by name, a table of Arrow, pandas or polars, or the "
         "path of a Parquet or CSV file"
     )
 

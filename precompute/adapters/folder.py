@@ -164,11 +164,8 @@ class Imported:
     """Columns of `user_features` that it does not take, and that stand in no table."""
 
 
-def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
-    """Write the folder, each file in one move; one that is there already is replaced, its settings are kept.
-
-    Raises ConfigError for a folder that holds something else, with nothing written.
-    """
+def open_import_folder(to: Path) -> None:
+    """Make the folder of an import; raises ConfigError, with nothing written, for one that holds something else."""
     if to.exists() and (not to.is_dir() or (any(to.iterdir()) and not (to / REPORT).exists())):
         raise ConfigError(f"{to} exists and was not made by an import: name another folder")
     to.mkdir(parents=True, exist_ok=True)
@@ -176,6 +173,14 @@ def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
         write_atomically(
             to / REPORT, b"{}"
         )  # so that an import that dies on its way can be run again
+
+
+def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
+    """Write the folder, each file in one move; one that is there already is replaced, its settings are kept.
+
+    Raises ConfigError for a folder that holds something else, with nothing written.
+    """
+    open_import_folder(to)
     beside = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
     try:
         bundle = bundle_of(made, beside)

@@ -340,7 +340,10 @@ def _prepare(
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     if config.sources.interactions:
         demand_least(seen.users, items.count)
-    odd = remarks(_shape(seen, items.count)) if seen.counted.rows is not None else []
+    lists = [table for table in config.tables.values() if table.kind != "value"]
+    odd = []
+    if seen.counted.rows is not None and (lists or config.sources.interactions):
+        odd = remarks(_shape(seen, items.count))
     odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
     odd += copies_in_words(facts["inputs"][: len(input_files.interactions)])
     counts_clicks = bool(config.sources.interactions)  # else `embed_items` makes the defaults

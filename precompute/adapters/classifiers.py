@@ -1,0 +1,370 @@
+"""A classifier or regressor as ONNX becomes a folder whose night stores what the model says of each row of a table."""
+
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.model.tower import Tower
+from cache.model.tower_spec import Dtype, InputSpec, TowerSpec
+from cache.process.command_line import json_text
+from cache.store.artefacts import write_atomically
+from precompute.adapters.feature_tables import table_of
+from precompute.adapters.folder import BUNDLE, REPORT, SETTINGS, open_import_folder
+from precompute.adapters.given import ids_of
+from precompute.bundles.bundle_swap import put_in_place
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles.graphs import item_tower
+from precompute.bundles.onnx_model import OnnxModel
+
+FEATURES = "user_features.parquet"
+TOLERANCE = 1e-4
+"""Largest difference from `expected`: float32 against the float64 of a library."""
+ROWS_AT_ONCE = 8_192
+_ROWS_DIFFER = "were the same rows and columns given to both, in the same order?"
+_TEXTS_DIFFER = (
+    "exported tokenizers and lower-casing treat letters beyond ASCII in their own way; make texts lower-case ASCII "
+    "before training, before this import, and in each request, or take the numbers of the vectorizer as features"
+)
+
+_SETTINGS = """\
+# Written by an import, and never over a file that is there. All settings: `python -m cache.config.reference`.
+bundle = "bundle"
+artifacts = "artifacts"
+state = "state"
+
+[sources]
+user_features = "{features}"     # who is scored: a row each; the next night reads it again
+
+[tables.{table}]
+kind = "value"
+value = "{table}"
+precision = "f4"
+
+[serving]
+precision = "fp32"     # the model itself answers for ids without a row, as at night; not its smaller int8 form
+"""
+_DTYPES: dict[int, Dtype] = {
+    onnx.TensorProto.FLOAT: "float32",
+    onnx.TensorProto.INT64: "int64",
+    onnx.TensorProto.INT32: "int32",
+    onnx.TensorProto.STRING: "string",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierReport:
+    """Findings about an imported classifier; `largest_difference` from `expected`, None if nothing was compared."""
+
+    folder: str
+    table: str
+    rows: int
+    incomplete_rows: int
+    """Number of rows with a missing value: the night has no answer for them."""
+    labels: tuple[str, ...]
+    request: dict[str, Any]
+    """Features of the first row, as a request sends them."""
+    largest_difference: float | None
+    is_again: bool
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object of all of it."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For eyes, a finding a line."""
+        compared = (
+            "not compared with the library: give what it says of each row as `expected`"
+            if self.largest_difference is None
+            else f"largest difference from what the library says: {self.largest_difference:.1e}"
+        )
+        again = f"the import before it is replaced, its {SETTINGS} kept"
+        features = orjson.dumps(self.request).decode()
+        return [
+            f"{self.table}: {self.rows:,} rows, labels {', '.join(self.labels)}",
+            *([f"{self.folder}: {again}"] if self.is_again else []),
+            *self._incomplete_in_words(),
+            compared,
+            "a request about an id without a row sends features like "
+            + (features if len(features) <= 200 else f"{features[:200]}..."),
+            f"next: cd {self.folder}, then larder check, larder night and larder serve",
+        ]
+
+    def _incomplete_in_words(self) -> list[str]:
+        if not self.incomplete_rows:
+            return []
+        told = "rows lack a value and get no answer: fill it with what the model was trained with for a missing one"
+        return [f"{self.incomplete_rows:,} {told}"]
+
+
+def from_classifier(
+    model: Any,
+    features: Any,
+    *,
+    to: str | Path,
+    labels: Sequence[str],
+    table: str = "prediction",
+    id_column: str = "user",
+    columns: Sequence[str] | None = None,
+    output: str | None = None,
+    expected: Any = None,
+) -> ClassifierReport:
+    """Make a folder of a model in ONNX (a path, bytes or a ModelProto) and a table with a row for each id.
+
+    `features` is a table of Arrow, pandas or polars, or the path of a Parquet or CSV file. A model with one input takes
+    `columns` side by side, by default all but `id_column`; each of several inputs takes the column of its name.
+    `output` is what the model gives for each label, by default its only float output, or the one named like
+    probabilities. `expected` [rows, labels] is what the library says of each row. Raises SourceError or BundleError,
+    naming what is wrong and the remedy; nothing is written then.
+    """
+    began, to = time.perf_counter(), Path(to)
+    rows = table_of(features, "features")
+    if id_column not in rows.column_names:
+        raise SourceError(
+            f"features has no column {id_column!r} of ids; it has {', '.join(rows.column_names)}: name it by id_column"
+        )
+    ids = ids_of(rows[id_column], "user")
+    if not labels:
+        raise SourceError("labels are empty: give a name for each number that the model gives")
+    graph = _serialised(model)
+    spec, inputs = _bound(graph, rows.drop_columns([id_column]), columns, output, labels)
+    is_new = not to.exists()
+    open_import_folder(to)
+    beside = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
+    try:
+        made = ModelFile(OnnxModel(graph), spec)
+        labelled = ModelFile(OnnxModel(graph), spec, labels=tuple(labels))
+        # Labels are the items, with a unit vector each: the score of a label is what the model gives for it.
+        items = ModelFile(
+            item_tower(np.eye(len(labels), dtype=np.float32)),
+            TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", len(labels)),
+            entity="item",
+        )
+        bundle = write_bundle(
+            beside, name=table, version="1", dims=len(labels), item_ids=list(labels), user_tower=made, item_tower=items,
+            values={table: labelled}, training={"imported": "classifier"},
+        )  # fmt: skip
+        tower = Tower.open(bundle.values[table].path, spec)
+        is_usable = np.stack([_usable(column) for column in inputs.values()]).all(axis=0)
+        difference = _largest_difference(tower, inputs, expected, ids, np.flatnonzero(is_usable))
+        put_in_place(beside, to / BUNDLE)
+    except BaseException:
+        if is_new:
+            shutil.rmtree(to, ignore_errors=True)
+        raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    pq.write_table(pa.table({"user": ids, **inputs}), to / f".{FEATURES}.part")
+    (to / f".{FEATURES}.part").replace(to / FEATURES)
+    is_again = (to / SETTINGS).exists()
+    if not is_again:
+        write_atomically(to / SETTINGS, _SETTINGS.format(features=FEATURES, table=table).encode())
+    request = {name: column[0].as_py() for name, column in inputs.items()}
+    report = ClassifierReport(
+        folder=str(to),
+        table=table,
+        rows=len(ids),
+        incomplete_rows=int((~is_usable).sum()),
+        labels=tuple(labels),
+        request=request,
+        largest_difference=difference,
+        is_again=is_again,
+        seconds=round(time.perf_counter() - began, 3),
+    )
+    write_atomically(to / REPORT, json_text(report.to_json()).encode())
+    return report
+
+
+def _serialised(model: Any) -> bytes:
+    if isinstance(model, str | Path):
+        try:
+            return Path(model).read_bytes()
+        except OSError as error:
+            raise SourceError(f"model {model}: {error}; name the ONNX file") from None
+    if isinstance(model, bytes):
+        return model
+    if hasattr(model, "SerializeToString"):
+        return bytes(model.SerializeToString())
+    raise SourceError(
+        f"model is a {type(model).__name__}: export it to ONNX first (onnxmltools for XGBoost and LightGBM, skl2onnx "
+        "for scikit-learn), and give the path or what the export returned"
+    )
+
+
+def _bound(
+    graph: bytes,
+    rows: Any,
+    columns: Sequence[str] | None,
+    output: str | None,
+    labels: Sequence[str],
+) -> tuple[TowerSpec, dict[str, Any]]:
+    """The specification of the model, and its inputs for all rows, by input name, as Arrow columns."""
+    try:
+        model = onnx.load_from_string(graph).graph
+    except Exception as error:  # Protocol Buffers' errors share no base class
+        raise SourceError(f"model is no ONNX model: {error}") from None
+    constants = {tensor.name for tensor in model.initializer}
+    given = [each for each in model.input if each.name not in constants]
+    for each in given:
+        if each.type.tensor_type.elem_type not in _DTYPES:
+            raise SourceError(
+                f"input {each.name!r} of the model holds no float32, int32, int64 or text: export it with "
+                "FloatTensorType, Int64TensorType or StringTensorType"
+            )
+    name = _output(model, output, len(labels))
+    if len(given) > 1:
+        sources = {each.name: [each.name] for each in given}
+    elif columns is not None:
+        sources = {given[0].name: list(columns)}
+    else:
+        sources = {given[0].name: rows.column_names}
+    specs, inputs = [], {}
+    for each in given:
+        wanted = sources[each.name]
+        if missing := [column for column in wanted if column not in rows.column_names]:
+            raise SourceError(
+                f"features has no column {missing[0]!r}, which the model takes; it has {', '.join(rows.column_names)}"
+            )
+        spec = _input_spec(each, wanted)
+        specs.append(spec)
+        inputs[each.name] = _column(rows.select(wanted), spec)
+    return TowerSpec(tuple(specs), name, len(labels)), inputs
+
+
+def _output(model: Any, output: str | None, labels: int) -> str:
+    """Name of the output with a number for each label."""
+    floats = {
+        each.name: _width(each)
+        for each in model.output
+        if each.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    }
+    found = [output] if output else [name for name in floats if len(floats) == 1 or "prob" in name]
+    if any(each.type.HasField("sequence_type") for each in model.output) and not floats:
+        raise SourceError(
+            "the model gives a list of dictionaries: export it with zipmap off (skl2onnx: "
+            "options={LogisticRegression: {'zipmap': False}}; onnxmltools: zipmap=False)"
+        )
+    if len(found) != 1 or found[0] not in floats:
+        raise SourceError(
+            f"the model's outputs of numbers are {', '.join(floats) or 'none'}: name the one with a number for each "
+            "label as output"
+        )
+    width = floats[found[0]]
+    if width is not None and width != labels:
+        raise SourceError(
+            f"output {found[0]!r} has {width} numbers, and there are {labels} labels: give one label for each, in the "
+            "order of the model's classes"
+        )
+    return found[0]
+
+
+def _width(value: Any) -> int | None:
+    """Number of columns of a matrix [rows, columns]; None of a vector [rows], or where the model does not say."""
+    sizes = value.type.tensor_type.shape.dim
+    return int(sizes[1].dim_value) or None if len(sizes) > 1 else None
+
+
+def _input_spec(given: Any, columns: Sequence[str]) -> InputSpec:
+    dtype = _DTYPES[given.type.tensor_type.elem_type]
+    is_matrix = len(given.type.tensor_type.shape.dim) > 1
+    width = _width(given)
+    if not is_matrix and len(columns) > 1:
+        width = 1
+    if width is not None and width != len(columns):
+        raise SourceError(
+            f"input {given.name!r} of the model takes {width} columns, not the {len(columns)} of features "
+            f"({', '.join(columns)}): name those in the order of the training as columns"
+        )
+    return InputSpec(
+        given.name, "feature", dtype, column=given.name, width=len(columns) if is_matrix else None
+    )
+
+
+def _column(rows: Any, spec: InputSpec) -> Any:
+    """The rows of an input as one Arrow column: values, or lists of them, null where a value is missing."""
+    target = {"float32": pa.float32(), "string": pa.string()}.get(spec.dtype, pa.int64())
+    parts = []
+    for name in rows.column_names:
+        column = rows[name].combine_chunks()
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        try:
+            parts.append(column.cast(target, safe=target != pa.float32()))
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise SourceError(
+                f"features: column {name!r} is {column.type}, and input {spec.name!r} of the model takes {spec.dtype}: "
+                f"{error}; name the columns that the model was trained with as columns"
+            ) from None
+    if spec.width is None or (spec.dtype == "string" and spec.width == 1):
+        return parts[0]
+    width, count = len(parts), rows.num_rows
+    values = pa.concat_arrays(parts).take(
+        pa.array(np.arange(width * count).reshape(width, count).T.ravel())
+    )
+    return pa.FixedSizeListArray.from_arrays(values, width)
+
+
+def _usable(column: Any) -> NDArray[np.bool_]:
+    """Mask of the rows in which no value is missing or NaN."""
+    values = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
+    is_there: NDArray[np.bool_] = np.asarray(pc.is_valid(values))
+    if pa.types.is_floating(values.type):
+        is_there = is_there & np.asarray(pc.fill_null(pc.is_finite(values), False))
+    return np.asarray(is_there.reshape(len(column), -1).all(axis=1), np.bool_)
+
+
+def _fed(column: Any, spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
+    """The input as the model takes it."""
+    some = column.take(pa.array(rows))
+    if pa.types.is_fixed_size_list(some.type):
+        some = some.flatten()
+    values = np.asarray(some.to_pylist(), object if spec.dtype == "string" else spec.dtype)
+    return values if spec.width is None else values.reshape(len(rows), spec.width)
+
+
+def _largest_difference(
+    tower: Tower, inputs: Mapping[str, Any], expected: Any, ids: Any, usable: NDArray[np.int64]
+) -> float | None:
+    """How far the model is from what its library says; SourceError above TOLERANCE, naming the first such id."""
+    labels = tower.spec.output_dims
+    wanted = None if expected is None else np.asarray(expected, np.float64)
+    if wanted is not None and wanted.shape == (len(ids),) and labels == 1:
+        wanted = wanted[:, None]
+    if wanted is not None and wanted.shape != (len(ids), labels):
+        raise SourceError(
+            f"expected is {list(wanted.shape)}, {[len(ids), labels]} is wanted: what predict_proba says of each row"
+        )
+    compared = usable if wanted is not None else usable[:1]
+    differences = np.zeros(len(compared))
+    for start in range(0, len(compared), ROWS_AT_ONCE):
+        rows = compared[start : start + ROWS_AT_ONCE]
+        given = tower.run(
+            {each.name: _fed(inputs[each.name], each, rows) for each in tower.spec.inputs}
+        )
+        if wanted is not None:
+            differences[start : start + len(rows)] = np.abs(given - wanted[rows]).max(axis=1)
+    if wanted is None or not len(compared):
+        return None
+    is_off = ~(differences <= TOLERANCE)
+    if is_off.any():
+        first = ids[int(compared[is_off.argmax()])].as_py()
+        texts = any(each.dtype == "string" for each in tower.spec.inputs)
+        remedy = _TEXTS_DIFFER if texts else _ROWS_DIFFER
+        raise SourceError(
+            f"the model differs from expected by more than {TOLERANCE:g} for {int(is_off.sum()):,} of "
+            f"{len(compared):,} rows, at most by {np.nanmax(differences):.2g}, first for {first!r}: {remedy}"
+        )
+    return float(differences.max())

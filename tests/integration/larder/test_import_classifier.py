@@ -1,0 +1,49 @@
+"""A classifier, from its ONNX file and a table to served answers: no clicks, no vectors, no items of anybody."""
+
+import json
+import uuid
+from pathlib import Path
+
+import httpx
+import numpy as np
+import onnx
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache.process.redis_server import RedisServer
+from tests.integration.larder.commands import larder, running
+from tests.unit.precompute.adapters import classifier_examples as examples
+
+USERS = 150
+
+
+def test_known_and_unknown_accounts_get_what_the_library_says(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    environ = {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
+    rows = np.random.default_rng(1).normal(size=(USERS, examples.WIDTH)).astype(np.float32)
+    columns = {f"f{number}": rows[:, number] for number in range(examples.WIDTH)}
+    ids = [f"a{number}" for number in range(USERS)]
+    pq.write_table(pa.table({"account": ids, **columns}), tmp_path / "accounts.parquet")
+    onnx.save(examples.linear(), tmp_path / "model.onnx")
+    expected = examples.probabilities(rows)
+    np.save(tmp_path / "expected.npy", expected)
+
+    told = larder(
+        tmp_path, "import", "classifier", "model.onnx", "--features", "accounts.parquet", "--id-column", "account",
+        "--labels", "ok,fraud", "--table", "risk", "--expected", "expected.npy", "--to", "fraud", "--json",
+    )  # fmt: skip
+    folder = tmp_path / "fraud"
+    checked = larder(folder, "check", environ=environ)
+    night = larder(folder, "night", environ=environ)
+    with running(folder, "serve", "--port", "0", until="Larder serves on ", environ=environ) as url:
+        body = {"entities": [*ids, {"id": "new", "features": {"features": rows[7].tolist()}}]}
+        answers = httpx.post(f"{url}/v1/lookup/risk", json=body).json()["answers"]
+
+    assert json.loads(told)["largest_difference"] < 1e-6
+    assert "users are those of user_features.parquet" in checked
+    assert "too little data" not in night
+    assert {answer["source"] for answer in answers[:-1]} == {"l2"}
+    assert answers[-1]["source"] == "live" and answers[-1]["labels"] == ["ok", "fraud"]
+    values = np.array([answer["values"] for answer in answers])
+    np.testing.assert_allclose(values, [*expected, expected[7]], atol=1e-6)

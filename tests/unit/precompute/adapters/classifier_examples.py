@@ -1,0 +1,89 @@
+"""Classifiers as other libraries export them to ONNX, built node by node."""
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+WIDTH = 3
+COEFFICIENTS = np.array([[1.0, -1.0], [0.5, 0.0], [-2.0, 0.25]], np.float32)
+WORDS = {"idiot": 3.0, "hate": 2.0}
+
+
+def linear() -> onnx.ModelProto:
+    """Softmax over three numbers: `features` float [n, 3] -> `label` int64 [n], `probabilities` float [n, 2]."""
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["features", "coefficients"], ["logits"]),
+            helper.make_node("Softmax", ["logits"], ["probabilities"], axis=-1),
+            helper.make_node("ArgMax", ["logits"], ["label"], axis=1, keepdims=0),
+        ],
+        "linear",
+        [helper.make_tensor_value_info("features", TensorProto.FLOAT, [None, WIDTH])],
+        [
+            helper.make_tensor_value_info("label", TensorProto.INT64, [None]),
+            helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, [None, 2]),
+        ],
+        [numpy_helper.from_array(COEFFICIENTS, "coefficients")],
+    )
+    return _model(graph)
+
+
+def probabilities(features: NDArray[np.float32]) -> NDArray[np.float64]:
+    """What `linear` says of these rows, in float64."""
+    exponentials = np.exp(features.astype(np.float64) @ COEFFICIENTS.astype(np.float64))
+    return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
+
+
+def of_texts() -> onnx.ModelProto:
+    """The score of a word: `text` string [n, 1] -> `score` float [n, 1]."""
+    encoder = helper.make_node(
+        "LabelEncoder", ["text"], ["score"], domain="ai.onnx.ml", keys_strings=list(WORDS),
+        values_floats=list(WORDS.values()), default_float=0.0,
+    )  # fmt: skip
+    graph = helper.make_graph(
+        [encoder],
+        "texts",
+        [helper.make_tensor_value_info("text", TensorProto.STRING, [None, 1])],
+        [helper.make_tensor_value_info("score", TensorProto.FLOAT, [None, 1])],
+    )
+    return _model(graph)
+
+
+def with_dictionaries() -> onnx.ModelProto:
+    """`linear`, whose probabilities are a list of dictionaries, as skl2onnx exports them by default."""
+    model = linear()
+    zipmap = helper.make_node(
+        "ZipMap",
+        ["probabilities"],
+        ["output_probability"],
+        domain="ai.onnx.ml",
+        classlabels_int64s=[0, 1],
+    )
+    model.graph.node.append(zipmap)
+    del model.graph.output[1]
+    kind = helper.make_map_type_proto(
+        TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, [])
+    )
+    model.graph.output.append(
+        helper.make_value_info("output_probability", helper.make_sequence_type_proto(kind))
+    )
+    return model
+
+
+def with_a_locale(locale: str) -> onnx.ModelProto:
+    """`of_texts`, whose text is lower-cased first by the rules of a locale."""
+    model = of_texts()
+    normalizer = helper.make_node(
+        "StringNormalizer", ["text"], ["lower"], case_change_action="LOWER", locale=locale
+    )
+    model.graph.node[0].input[0] = "lower"
+    model.graph.node.insert(0, normalizer)
+    del model.graph.input[0]
+    model.graph.input.append(helper.make_tensor_value_info("text", TensorProto.STRING, [1, None]))
+    return model
+
+
+def _model(graph: onnx.GraphProto) -> onnx.ModelProto:
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("ai.onnx.ml", 2)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9)

@@ -1,0 +1,131 @@
+"""A classifier as ONNX becomes a folder, or is refused by the name of what does not fit; nothing is written then."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache.errors import BundleError, SourceError
+from cache.model.tower import Tower
+from precompute.adapters.classifiers import from_classifier
+from precompute.bundles.bundle import Bundle
+from tests.unit.precompute.adapters import classifier_examples as examples
+
+ROWS = 40
+FEATURES = np.random.default_rng(0).normal(size=(ROWS, examples.WIDTH)).astype(np.float32)
+LABELS = ("ok", "fraud")
+TABLE = pa.table(
+    {"account": [f"a{row}" for row in range(ROWS)]}
+    | {f"f{column}": FEATURES[:, column] for column in range(examples.WIDTH)}
+)
+
+
+def imported(to: Path, **changes: Any) -> Any:
+    arguments: dict[str, Any] = {"labels": LABELS, "id_column": "account", "to": to}
+    return from_classifier(examples.linear(), TABLE, **arguments | changes)
+
+
+def test_the_bundle_says_what_the_library_says(tmp_path: Path) -> None:
+    expected = examples.probabilities(FEATURES)
+
+    report = imported(tmp_path / "fraud", table="risk", expected=expected)
+
+    assert report.rows == ROWS and report.incomplete_rows == 0
+    assert report.largest_difference < 1e-6
+    assert report.request == {"features": pytest.approx(FEATURES[0].tolist())}
+    model = Bundle.open(tmp_path / "fraud/bundle").values["risk"]
+    given = Tower.open(model.path, model.spec).run({"features": FEATURES})
+    np.testing.assert_allclose(given, expected, atol=1e-6)
+    stored = pq.read_table(tmp_path / "fraud/user_features.parquet")
+    assert stored["user"].to_pylist() == TABLE["account"].to_pylist()
+    np.testing.assert_array_equal(np.stack(stored["features"].to_numpy()), FEATURES)
+
+
+def test_another_import_keeps_the_settings(tmp_path: Path) -> None:
+    imported(tmp_path / "fraud")
+    settings = tmp_path / "fraud/larder.toml"
+    settings.write_text(settings.read_text() + "# mine\n")
+
+    report = imported(tmp_path / "fraud")
+
+    assert report.is_again and settings.read_text().endswith("# mine\n")
+
+
+def test_rows_that_lack_a_value_are_counted_and_not_compared(tmp_path: Path) -> None:
+    column = [None, float("nan"), *FEATURES[2:, 1].tolist()]
+    features = TABLE.set_column(2, "f1", pa.array(column, pa.float32()))
+    expected = examples.probabilities(FEATURES)
+    expected[:2] = 0.5
+
+    report = from_classifier(
+        examples.linear(), features, to=tmp_path / "to", labels=LABELS, id_column="account", expected=expected,
+    )  # fmt: skip
+
+    assert report.incomplete_rows == 2
+    assert any("2 rows lack a value" in line for line in report.lines())
+
+
+def test_a_model_of_texts_takes_a_column_of_texts(tmp_path: Path) -> None:
+    posts = pa.table({"post": ["p1", "p2"], "text": ["hate", "spring"], "year": [1, 2]})
+
+    report = from_classifier(
+        examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post", columns=["text"],
+        expected=[2.0, 0.0],
+    )  # fmt: skip
+
+    assert report.request == {"text": "hate"} and report.largest_difference == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"labels": ["ok"]}, "output 'probabilities' has 2 numbers, and there are 1 labels"),
+        ({"labels": []}, "labels are empty"),
+        ({"id_column": "user"}, "no column 'user' of ids; it has account, f0, f1, f2: name it by id_column"),
+        ({"columns": ["f0", "f1"]}, r"takes 3 columns, not the 2 of features \(f0, f1\)"),
+        ({"columns": ["f0", "f1", "age"]}, "no column 'age', which the model takes"),
+        ({"output": "scores"}, "outputs of numbers are probabilities: name the one"),
+        ({"expected": np.zeros((3, 2))}, r"expected is \[3, 2\], \[40, 2\] is wanted"),
+        (
+            {"expected": examples.probabilities(FEATURES)[::-1]},
+            r"differs from expected by more than 0.0001 for \d+ of 40 rows, .*, first for 'a0'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_and_nothing_is_written(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SourceError, match=said):
+        imported(tmp_path / "to", **changes)
+
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (object(), "model is a object: export it to ONNX first"),
+        (examples.with_dictionaries(), "the model gives a list of dictionaries: export it with zipmap off"),
+        (Path("none.onnx"), "name the ONNX file"),
+        (b"no model", "is no ONNX model"),
+    ],
+    ids=["object", "zipmap", "no file", "no onnx"],
+)  # fmt: skip
+def test_what_is_no_usable_model_is_refused(model: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=said):
+        from_classifier(model, TABLE, to=tmp_path / "to", labels=LABELS, id_column="account")
+
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_locale_that_this_host_lacks_is_told_with_its_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(examples.with_a_locale("xx_YY.UTF-8"), path)
+    posts = pa.table({"user": ["p1"], "text": ["hate"]})
+
+    with pytest.raises(BundleError, match="'locale': 'C'"):
+        from_classifier(path, posts, to=tmp_path / "to", labels=["score"])
