@@ -22,10 +22,12 @@ def test_a_model_of_the_library_is_fitted_imported_and_has_its_night(
     folder.mkdir()
     shell = Shell(folder, {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(folder)})
     run = [block for block in of_page(ROOT / page) if block.kind in RUN]
-    assert [block.kind for block in run] == ["sh", "python", "sh"]
+    assert [block.kind for block in run][:3] == ["sh", "python", "sh"]
 
+    printed = []
     for block in run:
         done = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
         assert done.returncode == 0, f"{block.place}\n{done.stdout[-4000:]}"
+        printed.append(done.stdout)
 
-    assert "night" in done.stdout and "gates passed" in done.stdout
+    assert "night" in printed[2] and "gates passed" in printed[2]
