@@ -71,7 +71,9 @@ class Searcher:
         faiss.omp_set_num_threads(self._threads)
         if self.metric == "cosine":
             lengths = np.linalg.norm(queries, axis=1, keepdims=True)
-            queries = (queries / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+            # A model may give infinity for a blank input, such as the logarithm of a price of 0.
+            with np.errstate(invalid="ignore"):
+                queries = (queries / np.where(lengths > 0, lengths, 1)).astype(np.float32)
         found = np.empty((len(queries), count), np.int64)
         parameters = None if blocked is None else self._without(blocked)
         for start in range(0, len(queries), _QUERIES_PER_CALL):

@@ -78,10 +78,10 @@ def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         return found
     lines: list[Any] = [table_of(found)]
     if found["recall_at_20"] is not None:
-        held = "the latest" if found["held_out"] == "latest" else "some"
+        held = "the latest" if found["held_out"] == "latest" else "chosen at random"
         lines.append(
-            f"Of {held} that users did, held out, {found['recall_at_20']:.0%} stood among 20 suggestions: the best of "
-            f"{found['shapes_tried']} models tried."
+            f"{found['recall_at_20']:.0%} of the interactions that were held out ({held}) stood among 20 suggestions: "
+            f"the best of {found['shapes_tried']} models tried."
         )
     return lines
 

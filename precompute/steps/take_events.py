@@ -94,6 +94,8 @@ def in_words(taken: Step) -> str:
     until = Position.parse(taken["events_until"])
     at = datetime.fromtimestamp(until.ms / 1000, UTC)
     told = f"{taken['events']:,} events taken over, up to {at:%Y-%m-%dT%H:%M:%SZ} ({until})"
+    if not until.ms:
+        told = "0 events taken over: none was accepted yet"
     reasons = {"left_out": "erased", "unreadable": "that are no events"}
     others = [f"{taken[name]:,} {why}" for name, why in reasons.items() if taken[name]]
     return f"{told}; left out: {', '.join(others)}" if others else told

@@ -46,7 +46,13 @@ def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
     if dropped := answer.get("dropped_history"):
         yield f"       {dropped} of the history are no items of this generation, and count for nothing"
     if answer["source"] == "default" and answer.get("reason") == "not_in_generation":
-        yield "       nothing is known of this id (is it right?), and nothing was sent to compute from: what suits most"
+        sent = (
+            "what was sent is nothing to compute from"
+            if answer.get("live")
+            else "nothing was sent to compute from"
+        )
+        instead = "these items suit most users" if answer.get("items") else "there is no answer"
+        yield f"       nothing is known of this id (is it right?), and {sent}: {instead}"
     for number, (name, value) in enumerate(rows, 1):
         if "vector" in answer and number > _SHOWN:
             yield f"  ... and {len(rows) - _SHOWN} more (--json)"

@@ -188,6 +188,12 @@ def test_the_step_never_goes_on_without_the_redis_of_events(tmp_path: Path, redi
         take_events.run(config)
 
 
+def test_a_night_before_the_first_event_says_so() -> None:
+    taken = {"events_until": "0-0", "events": 0, "left_out": 0, "unreadable": 0}
+
+    assert take_events.in_words(taken) == "0 events taken over: none was accepted yet"
+
+
 def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
     redis_url: str, tmp_path: Path
 ) -> None:

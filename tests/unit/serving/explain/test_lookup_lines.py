@@ -17,7 +17,14 @@ ANSWER = {
     ("told", "said"),
     [
         ({}, None),
-        ({"source": "default", "reason": "not_in_generation"}, "nothing is known of this id"),
+        (
+            {"source": "default", "reason": "not_in_generation"},
+            "nothing was sent to compute from: these items suit most users",
+        ),
+        (
+            {"source": "default", "reason": "not_in_generation", "live": "no_usable_input"},
+            "what was sent is nothing to compute from: these items suit most users",
+        ),
         ({"source": "default", "reason": "entity_blocked"}, None),
         ({"dropped_history": 2}, "2 of the history are no items of this generation"),
     ],
@@ -30,6 +37,14 @@ def test_what_may_be_a_mistake_is_said_below_the_answer(
     assert lines[0].startswith("user_topk c42: 1 items from ")
     assert len(lines) == (2 if said is None else 3)
     assert said is None or said in lines[1]
+
+
+def test_no_items_are_not_said_to_suit_anybody() -> None:
+    told = {"source": "default", "reason": "not_in_generation", "items": [], "scores": []}
+
+    lines = list(lines_of({**ANSWER, **told}))
+
+    assert lines[1].endswith("nothing was sent to compute from: there is no answer")
 
 
 @pytest.mark.parametrize("text", ["a,b", "a, b", " a ,b,", "@ids.txt"])
