@@ -50,8 +50,14 @@ def of_page(page: Path) -> list[Block]:
 LIBRARIES = {
     f"docs/how-to/import/{name}.md"
     for name in (
-        "classifier-libraries", "lightfm", "rectools", "recbole", "torch-rechub", "sentence-transformers",
-    )  # fmt: skip
+    for name in (
+        "classifier-libraries",
+        "lightfm",
+        "rectools",
+        "recbole",
+        "torch-rechub",
+        "sentence-transformers",
+    )
 }
 """Pages that install a library which our environment cannot hold: `tests/installs` runs each in one of its own."""
 
