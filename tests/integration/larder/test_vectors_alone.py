@@ -112,6 +112,20 @@ def test_what_the_manifest_says_of_a_night_without_interactions(
     assert "is live already" in larder(folder, "night", "--data-until", FIRST, environ=environ)
 
 
+def test_features_of_users_are_too_little_for_a_user_tower_that_takes_a_history(
+    shop: tuple[Path, dict[str, str]],
+) -> None:
+    folder, environ = shop
+    pq.write_table(pa.table({"user": ["u1"], "age": [3]}), folder / "features.parquet")
+    settings = folder / "larder.toml"
+    told = settings.read_text()
+    settings.write_text(told.replace('user_vectors = "user_vectors', 'user_features = "features'))
+
+    refused = larder(folder, "night", "--quiet", environ=environ, code=1)
+
+    assert "(user_features is enough for models that take no history)" in refused
+
+
 @pytest.mark.parametrize(
     ("vectors", "said"),
     [
