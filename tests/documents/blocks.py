@@ -50,7 +50,6 @@ def of_page(page: Path) -> list[Block]:
 LIBRARIES = {
     f"docs/how-to/import/{name}.md"
     for name in (
-    for name in (
         "classifier-libraries",
         "lightfm",
         "rectools",

@@ -123,7 +123,7 @@ def test_features_of_users_are_too_little_for_a_user_tower_that_takes_a_history(
 
     refused = larder(folder, "night", "--quiet", environ=environ, code=1)
 
-    assert "(user_features is enough for models that take no history)" in refused
+    assert "the model takes a history and no features" in refused
 
 
 @pytest.mark.parametrize(
