@@ -22,7 +22,7 @@ SHARD = 1
 DEEDS = {
     "score": {
         "precompute.scoring.users.shard.score_users": "one shard's users, by stages that work side by side",
-        "precompute.partitions.shard_input.read_shard": "its users are read from their partition",
+        "precompute.partitions.shard_input.group_rows": "its users are read from their partition",
         "cache.model.tower.Tower.run": "the tower makes vectors of them",
         "cache.topk.topk.Scorer.top": "each is compared with all items",
         "cache.topk.compiled.Kernel.top": "by the kernel, a tile of items at a time",

@@ -41,7 +41,7 @@ def at(times: str, rows: list[str]) -> list[str]:
         ),
         (
             [f"u{row},i{row} j{row} k{row},1700000000" for row in range(200)],
-            "200 items in 200 rows: nearly each comes once, and nearly all hold several words",
+            "200 items in 200 rows: nearly each comes once, and most hold several words",
         ),
         (at("{}", clicks()), "the newest time is 1970-01-01"),
         (at("0", clicks(100)) + clicks(900), "10% of the rows have no time"),
