@@ -65,7 +65,7 @@ storm: env  ## the long counts, with a printed seed
 	@$(PYTEST) -m "storm or slow" --ignore=tests/upgrade
 
 installs: env  ## each lock and each extra in an environment of its own, its program run once
-	@$(PYTEST) -m installs
+	@$(PYTEST) -m installs tests/installs
 
 # One data set unless another is asked for: what is compared are releases, not seeds.
 upgrade-test: SEED := 0

@@ -54,9 +54,9 @@ class _Waiter:
 class WorkPacer:
     """Admits portions of work, up to `budget_s` in one iteration of one event loop, those of begun requests first.
 
-    Before new work is begun, the loop handles its sockets until nothing is ready, for 50 ms at most: it accepts one
-    connection in an iteration, so that a health probe would wait for as many portions as there are connections before
-    its own. By then the loop also knows of clients that have gone.
+    Once so much new work was begun, the loop handles its sockets until nothing is ready, for 50 ms at most: it accepts
+    one connection in an iteration, so that a health probe would wait for as many portions as there are connections
+    before its own. By then the loop also knows of clients that have gone.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class WorkPacer:
         self._next: deque[_Waiter] = deque()
         self._put_off: list[tuple[deque[_Waiter], _Waiter]] = []
         self._until: float | None = None  # None: nothing was begun in this iteration
-        self._turned_at = self._worked_at = self._begun_at = -inf
+        self._turned_at = self._begun_at = -inf
+        self._work_s = 0.0  # begun since the loop last found nothing to do at its sockets
         self._is_armed = False
         self._gone_until = -inf
 
@@ -98,7 +99,9 @@ class WorkPacer:
         now = self._timer()
         is_free = not (self._first or self._put_off)
         if not is_short:
-            is_free = is_free and not self._next and now - self._worked_at >= self._budget_s
+            if now - self._turned_at >= self._budget_s:
+                self._work_s = 0.0  # the loop slept, or could have
+            is_free = is_free and not self._next and self._work_s < self._budget_s
         if is_free and self._is_within_budget():
             return 0.0
         try:
@@ -142,7 +145,8 @@ class WorkPacer:
         now = self._timer()
         is_quiet, self._turned_at = now - self._turned_at < _QUIET_S, now
         if self._until is not None:
-            self._until, self._worked_at, is_quiet = None, now, False
+            self._work_s += now - (self._until - self._budget_s)
+            self._until, is_quiet = None, False
         self._is_armed = False
         put_off, self._put_off = self._put_off, []
         for queue, waiter in reversed(put_off):
@@ -156,7 +160,7 @@ class WorkPacer:
             if waited_s < _SOCKETS_FIRST_S:
                 return
         if self._next:
-            self._begun_at = now
+            self._begun_at, self._work_s = now, 0.0
             _wake_some(self._next, _RELEASED_MAX - released)
 
 

@@ -205,3 +205,14 @@ def _of_any(
     if wanting:
         found &= np.logical_or.reduce([np.diff(histories.indptr) > 0, *wanting])
     return found
+
+
+def timed_reads(work: ShardWork, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """Yield the chunks of `read_users`; the time that each takes to come is that of reading."""
+    while True:
+        with work.busy("read"):
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
+        yield chunk
+        del chunk  # kept by nobody here, however long it is used

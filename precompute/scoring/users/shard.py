@@ -19,7 +19,7 @@ from precompute.reuse.kept_shard import inputs_file, reasons_file
 from precompute.scoring.shard import Scorers, described
 from precompute.scoring.tables import GrowingFile, PageFile
 from precompute.scoring.users.published import write_inputs
-from precompute.scoring.users.reading import read_users
+from precompute.scoring.users.reading import read_users, timed_reads
 from precompute.scoring.users.records import add_records, write
 from precompute.scoring.users.work import ShardWork
 
@@ -54,7 +54,7 @@ def score_users(
         if work.reuse is not None:
             reasons = stack.enter_context(GrowingFile(build.path(reasons_file(shard))))
         stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
-        read = stages.ahead(work.counted("read", read_users(work, scratch, pairs)))
+        read = stages.ahead(timed_reads(work, read_users(work, scratch, pairs)))
         encoded = stages.each(work.encode, work.opened(read), workers=work.workers)
         scored = stages.ahead(work.scored(encoded))
         for chunk in stages.each(partial(add_records, work), scored, workers=work.workers):

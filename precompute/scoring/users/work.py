@@ -133,16 +133,6 @@ class ShardWork:
         cores = self.build.config.threads or usable_cores()
         return max(1, min(WORKERS_MOST, cores // CORES_OF_A_WORKER))
 
-    def counted(self, stage: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """The chunks; the time that each takes to come is that stage's."""
-        while True:
-            with self.busy(stage):
-                found = next(chunks, None)
-            if found is None:
-                return
-            yield found
-            del found  # kept by nobody here, however long it is used
-
     @property
     def record_bytes(self) -> int:
         """Bytes of one user's records."""

@@ -230,12 +230,12 @@ def little_room(monkeypatch):
 
 @pytest.mark.usefixtures("little_room")
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
 def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
-    count = data.draw(st.sampled_from([100, 1300, 5000, 17_000, 30_000]), "items")
+    count = data.draw(st.sampled_from([100, 1300, 5000, 17_000]), "items")
     kind = data.draw(st.sampled_from(["normal", "ties", "alike", "falling", "rising"]), "vectors")
     items, users = (rng.standard_normal((each, 8)).astype("f4") for each in (count, 3))
     if kind == "ties":

@@ -73,7 +73,7 @@ def test_a_stage_is_busy_while_a_chunk_is_made_and_not_while_it_is_used(monkeypa
         now += 1.0
 
     found = []
-    for each in shard.counted("read", made()):
+    for each in reading.timed_reads(shard, made()):
         now += 50.0
         found.append(each)
 
