@@ -65,17 +65,19 @@ def test_a_stage_is_busy_while_a_chunk_is_made_and_not_while_it_is_used(monkeypa
     object.__setattr__(shard, "seconds", {"read": 0.5})
     object.__setattr__(shard, "noting", threading.Lock())
 
+    chunks: list[Any] = [object(), object(), object()]
+
     def made():
         nonlocal now
-        for each in range(3):
+        for chunk in chunks:
             now += 2.0
-            yield each
+            yield chunk
         now += 1.0
 
     found = []
-    for each in reading.timed_reads(shard, made()):
+    for chunk in reading.timed_reads(shard, made()):
         now += 50.0
-        found.append(each)
+        found.append(chunk)
 
-    assert found == [0, 1, 2]
+    assert found == chunks
     assert shard.seconds == {"read": 0.5 + 3 * 2.0 + 1.0}
