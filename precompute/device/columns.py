@@ -58,7 +58,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class BlockStage:
-    """`blocks` of the blocks `offset`, `offset + stride` and so on.
+    """The blocks that one stage of a search looks at: `blocks` of those at `offset`, `offset + stride` and so on.
 
     Where `skip` is not 0, of every skip + 1 of them the `hole`-th was looked at by an earlier stage, and is left out.
     """

@@ -52,6 +52,7 @@ _UNROLLED = 8
 """Steps of an exact sum whose numbers are read at once."""
 _ROUND_UP = 1 + 1e-6
 _DEVIATIONS = 3
+"""Standard deviations that the rank of an estimated limit lies above the number expected in the sample."""
 NONE = -1
 """Number of no group."""
 _ENTRY_BYTES = 16

@@ -36,7 +36,7 @@ ROUND_UP, LEAST = 1 + 1e-5, 1e-12
 """Factor and summand by which lengths of vectors are rounded up."""
 KEEP_ROOM, KEEP_MOST = 32, 256
 """Entries of a segment for `keep`, and the most that it keeps of a user: more do not fit into registers."""
-_ENCODED = 8
+_WARP_USERS = 8
 """Users of one program of `encode` or `keep`."""
 _ABOVE_THREADS, _EXACT_THREADS = 384, 128
 _PARTS_BYTES = 32 << 10
@@ -81,7 +81,7 @@ class HopperKernels:
         ]
         if not count:
             return exact, codes, length, residual, scale, size
-        _launch(self.encode, (-(-count // _ENCODED), 1), _ENCODED * 32, 0, arguments)
+        _launch(self.encode, (-(-count // _WARP_USERS), 1), _WARP_USERS * 32, 0, arguments)
         return exact, codes, length, residual, scale, size
 
     def write_entries(
@@ -127,7 +127,7 @@ class HopperKernels:
             ctypes.c_int(users),
         ]
         kernel = _keep(capacity, entries.shape[1], halvings, self.device)
-        _launch(kernel, (-(-users // _ENCODED), 1), _ENCODED * 32, 0, arguments)
+        _launch(kernel, (-(-users // _WARP_USERS), 1), _WARP_USERS * 32, 0, arguments)
 
     def write_keys(
         self,

@@ -29,7 +29,8 @@ def kernels_for(dims: int, device: torch.device, wanted: bool | None) -> ModuleT
                     return fused
                 if hopper.disable(device) and fused.agrees(dims, device):
                     _log.warning(
-                        "%s: the lists of the CUDA kernel differ: Triton's is used", device
+                        "%s: the CUDA kernels' lists differ from the operators': Triton's are used",
+                        device,
                     )
                     return fused
             why = "its kernels' lists differ from the operators'"

@@ -49,9 +49,9 @@ def _first_of(room: int) -> int:
 
 
 def _stages(blocks: int, ratios: list[int], holes: list[int]) -> Iterator[BlockStage]:
-    """Stages of which each has, with those before it, `ratio` times the blocks that had been looked at.
+    """Yield the stages of a search, each of which looks at `ratio` - 1 times as many blocks as all before it.
 
-    Of so many blocks of a stage, the `hole`-th is that of the stage before it.
+    Of every `ratio` blocks the `hole`-th was looked at by an earlier stage.
     """
     stride = math.prod(ratios)
     offset = sum(math.prod(ratios[at + 1 :]) * hole for at, hole in enumerate(holes))
