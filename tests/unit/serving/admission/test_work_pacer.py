@@ -68,6 +68,22 @@ async def test_an_iteration_has_no_more_work_than_its_budget(
     assert len(worked) == 120 and max(worked.count(number) for number in set(worked)) == 2
 
 
+async def test_small_requests_wait_for_the_sockets_once_in_a_budget_of_work(
+    pacer: WorkPacer, clock: FakeClock
+) -> None:
+    # Given requests of a little over an eighth of the budget each, one after the other on a loop that never rests
+    async def work() -> bool:
+        iteration = iterations.now
+        await pacer.begin(stays)
+        clock.tick(BUDGET_S / 7.9)
+        return iterations.now > iteration
+
+    with Iterations() as iterations:
+        waited = [await asyncio.create_task(work()) for _ in range(9)]
+
+    assert waited == [False] * 8 + [True]
+
+
 async def test_requests_begin_in_their_order_and_begun_ones_end_first(
     pacer: WorkPacer, clock: FakeClock
 ) -> None:
