@@ -66,7 +66,7 @@ def look_at_sources(config: "NightConfig") -> Found:
 
 
 def look_at_bundle(config: "NightConfig") -> Found:
-    """Look at the bundle: its checksums, and whether the sources have its features."""
+    """Look at the bundle: its checksums, whether its models open, and whether the sources have its features."""
     if line := missing("a look at bundles", "precompute", *PRECOMPUTE):
         return "not used", f"by the service; {line}"
     from precompute.bundles.bundle import Bundle
@@ -77,8 +77,7 @@ def look_at_bundle(config: "NightConfig") -> Found:
         return "ok", f"made of {config.sources.item_vectors} by each night"
     folder = config.path(config.bundle)
     if folder.exists():
-        bundle = Bundle.read(folder)
-        bundle.verify()
+        bundle = Bundle.open(folder)
         demand_feature_types(config, bundle)
         return "ok", f"{folder}: {bundle.name} {bundle.version}"
     if known := handed_over(config.store()):

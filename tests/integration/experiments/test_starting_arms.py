@@ -24,23 +24,36 @@ def option(own: str, other: str) -> ExperimentOption:
     return ExperimentOption(own, "ranker", named, 0.6)
 
 
+class HeldStart:
+    """Start of an arm that goes on once it may."""
+
+    def __init__(self) -> None:
+        self.has_begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    def put_in_force(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Hold every start of an arm from now on."""
+
+        async def start(arm: ServedArm) -> None:
+            self.has_begun.set()
+            await self.may_end.wait()
+            await load_at_once(arm)
+
+        monkeypatch.setattr(ServedArm, "start", start)
+
+
 async def test_what_is_blocked_while_an_arm_starts_is_in_none_of_its_answers(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, other = arms(tmp_path, redis_url)
     user = min(histories(own))
-    has_begun, may_end = asyncio.Event(), asyncio.Event()
-
-    async def load_when_told(arm: ServedArm) -> None:
-        has_begun.set()
-        await may_end.wait()
-        await load_at_once(arm)
+    held_start = HeldStart()
 
     async with serving(own) as running:
-        monkeypatch.setattr(ServedArm, "start", load_when_told)
+        held_start.put_in_force(monkeypatch)
         wanted = option(own.namespace, other.namespace)
         starting = asyncio.create_task(asyncio.to_thread(changes.start, own, wanted, holdout=None))
-        await asyncio.wait_for(has_begun.wait(), 30)
+        await asyncio.wait_for(held_start.has_begun.wait(), 30)
 
         async def items(arm: str) -> list[str]:
             body = {"entities": [user], "arm": f"ranker={arm}"}
@@ -56,7 +69,7 @@ async def test_what_is_blocked_while_an_arm_starts_is_in_none_of_its_answers(
             return barred not in found["answers"][0]["items"]
 
         assert await eventually(is_in_force)
-        may_end.set()
+        held_start.may_end.set()
         await starting
 
         assert barred not in await items("control")
@@ -97,12 +110,7 @@ async def test_an_experiment_stops_while_the_arm_of_another_loads(
     own, other, third = arms(tmp_path, redis_url, 2)
     user = min(histories(own))
     changes.start(own, option(own.namespace, other.namespace), holdout=None)
-    has_begun, may_end = asyncio.Event(), asyncio.Event()
-
-    async def load_when_told(arm: ServedArm) -> None:
-        has_begun.set()
-        await may_end.wait()
-        await load_at_once(arm)
+    held_start = HeldStart()
 
     async with serving(own) as running:
 
@@ -117,14 +125,14 @@ async def test_an_experiment_stops_while_the_arm_of_another_loads(
             return await status() == 409
 
         assert await eventually(is_held)
-        monkeypatch.setattr(ServedArm, "start", load_when_told)
+        held_start.put_in_force(monkeypatch)
         named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", third.namespace, 0.5))
         second = ExperimentOption(own.namespace, "other", named, 0.3)
         starting = asyncio.create_task(asyncio.to_thread(changes.start, own, second, holdout=None))
-        await asyncio.wait_for(has_begun.wait(), 30)
+        await asyncio.wait_for(held_start.has_begun.wait(), 30)
         stopping = asyncio.create_task(asyncio.to_thread(changes.stop, own, "ranker"))
         has_stopped = await eventually(is_stopped, timeout_s=10)
-        may_end.set()
+        held_start.may_end.set()
         await asyncio.gather(starting, stopping)
 
     assert has_stopped

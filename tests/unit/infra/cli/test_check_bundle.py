@@ -1,0 +1,31 @@
+"""`larder check` on the bundle: a model that a night could not open is named before the night."""
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from cache.errors import BundleError
+from infra.cli.check.night import look_at_bundle
+from precompute.bundles.bundle import FILE
+from precompute.config.settings import NightConfig
+from tests.models import train_small
+
+
+def test_a_bundle_whose_models_open_is_ok(tmp_path: Path) -> None:
+    bundle = train_small(tmp_path / "bundle")
+
+    state, message = look_at_bundle(NightConfig(base=str(tmp_path), bundle="bundle"))
+
+    assert state == "ok"
+    assert message == f"{bundle.path}: {bundle.name} {bundle.version}"
+
+
+def test_a_model_that_is_not_what_the_bundle_says_is_named(tmp_path: Path) -> None:
+    train_small(tmp_path / "bundle")
+    said = orjson.loads((tmp_path / "bundle" / FILE).read_bytes())
+    said["item_tower"]["inputs"][0]["dtype"] = "int64"
+    (tmp_path / "bundle" / FILE).write_bytes(orjson.dumps(said))
+
+    with pytest.raises(BundleError, match="item_tower"):
+        look_at_bundle(NightConfig(base=str(tmp_path), bundle="bundle"))
