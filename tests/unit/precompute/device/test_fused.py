@@ -11,7 +11,7 @@ from cache.model.ranking import score, unit
 from cache.model.tower import Histories
 from cache.topk.flat import Compared
 from cache.topk.topk import Scorer
-from tests.devices import DEVICE
+from tests.devices import DEVICE, long_case, long_where_interpreted
 from tests.unit.precompute.exactness import make
 
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
@@ -79,10 +79,18 @@ def assert_same(users, items, k, excluded, metric="inner_product", allowed=None)
 
 
 @pytest.mark.usefixtures("agreed")
-@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
 @pytest.mark.parametrize(
-    ("users", "items", "dims", "k"),
-    [(1, 1, 1, 1), (20, 300, 37, 20), (9, 2500, 128, 100), (2, 1300, 9, 1000)],
+    ("users", "items", "dims", "k", "metric"),
+    [
+        (1, 1, 1, 1, "cosine"),
+        (20, 300, 37, 20, "inner_product"),
+        long_case(1, 1, 1, 1, "inner_product"),
+        long_case(20, 300, 37, 20, "cosine"),
+        long_case(9, 2500, 128, 100, "inner_product"),
+        long_case(9, 2500, 128, 100, "cosine"),
+        long_case(2, 1300, 9, 1000, "inner_product"),
+        long_case(2, 1300, 9, 1000, "cosine"),
+    ],
 )
 def test_lists_have_the_bits_of_the_processor(looked_again, metric, users, items, dims, k):
     queries, vectors, excluded = make(users, items, dims, seed=dims)
@@ -94,15 +102,15 @@ def test_lists_have_the_bits_of_the_processor(looked_again, metric, users, items
 
 @pytest.mark.usefixtures("agreed")
 def test_some_items_only_and_histories_of_everything():
-    queries, vectors, _ = make(5, 700, 20, seed=1)
+    queries, vectors, _ = make(5, 400, 20, seed=1)
     vectors[11] = vectors[300] = 0
     queries[2] = 0
     rng = np.random.default_rng(2)
     excluded = Histories.of(
-        [np.arange(700), [], np.arange(695), rng.permutation(700)[:300], [-1, 9999]]
+        [np.arange(400), [], np.arange(395), rng.permutation(400)[:200], [-1, 9999]]
     )
 
-    for allowed in (None, rng.random(700) < 0.2, np.zeros(700, np.bool_)):
+    for allowed in (None, rng.random(400) < 0.2, np.zeros(400, np.bool_)):
         assert_same(queries, vectors, 30, excluded, allowed=allowed)
 
 
@@ -119,7 +127,7 @@ def test_near_ties_and_masses_of_ties_are_settled_by_their_bits():
 
 
 @pytest.mark.usefixtures("agreed")
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e17, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, long_case(1e-12), long_case(1e17), 1e30])
 def test_tiny_and_huge_vectors_are_exact(scale):
     users, items, excluded = make(6, 400, 16, seed=9)
     users[::2] *= np.float32(scale)
@@ -131,8 +139,15 @@ def test_tiny_and_huge_vectors_are_exact(scale):
 
 
 @pytest.mark.usefixtures("agreed")
-@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
-@pytest.mark.parametrize("tiny", [0.0, 1e-44, 1e-40, 1e-39, 3e-38, 1e38])
+@pytest.mark.parametrize(
+    ("tiny", "metric"),
+    [
+        (1e-44, "inner_product"),
+        (3e-38, "cosine"),
+        *[long_case(tiny, "inner_product") for tiny in (0.0, 1e-40, 1e-39, 3e-38, 1e38)],
+        *[long_case(tiny, "cosine") for tiny in (0.0, 1e-44, 1e-40, 1e-39, 1e38)],
+    ],
+)
 def test_a_user_like_no_other_leaves_the_others_their_lists(looked_again, metric, tiny):
     users, items, excluded = make(8, 3000, 32, seed=4)
     users[3] = tiny
@@ -171,7 +186,7 @@ def any_case(data, most):
 
 
 @pytest.mark.usefixtures("agreed")
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_case_is_exact(data):
     any_case(data, 900)
@@ -230,12 +245,27 @@ def little_room(monkeypatch):
 
 @pytest.mark.usefixtures("little_room")
 @settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
 def test_groups_are_kept_by_their_bounds_and_what_is_left_out_is_bounded(data):
+    check_kept_groups(data, [100, 1300, 5000])
+
+
+@long_where_interpreted
+@pytest.mark.usefixtures("little_room")
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_groups_of_three_stages_are_kept_by_their_bounds(data):
+    check_kept_groups(data, [1300, 5000, 17_000])
+
+
+def check_kept_groups(data, item_counts):
+    """Groups are kept by their bounds, and the limit of those that are left out bounds them."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
-    count = data.draw(st.sampled_from([100, 1300, 5000, 17_000]), "items")
+    count = data.draw(st.sampled_from(item_counts), "items")
     kind = data.draw(st.sampled_from(["normal", "ties", "alike", "falling", "rising"]), "vectors")
     items, users = (rng.standard_normal((each, 8)).astype("f4") for each in (count, 3))
     if kind == "ties":
@@ -384,6 +414,7 @@ def test_ranks_of_a_sample_have_the_best_of_all():
     assert torch.equal(fused.rank_of(wanted, 1.0), wanted)
 
 
+@long_where_interpreted
 @pytest.mark.usefixtures("agreed", "little_room")
 def test_items_in_clusters_are_found_though_estimates_are_wrong(looked_again):
     # Given items that come 250 times each, nearly: what one block has says little about the next
@@ -398,7 +429,7 @@ def test_items_in_clusters_are_found_though_estimates_are_wrong(looked_again):
 
 
 @pytest.mark.usefixtures("agreed", "little_room")
-@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+@pytest.mark.parametrize("metric", ["inner_product", long_case("cosine")])
 def test_lists_have_the_bits_of_the_processor_after_several_stages(looked_again, metric):
     queries, vectors, excluded = make(3, 17_000, 20, seed=5)
 
