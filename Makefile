@@ -34,7 +34,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu feast-env judges-env audit-env audit licences package-env package chart-env chart openapi-lint docs-env docs-site docs lock clean
+.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu mutants-env mutants feast-env judges-env audit-env audit licences package-env package chart-env chart openapi-lint docs-env docs-site docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,14 @@ torch-env: env  ## torch, triton (extra `gpu`) and NVRTC in .venv: scoring on GP
 
 gpu: torch-env  ## tests and benches of scoring on a GPU, under eight minutes; code 3 and nothing run where there is none
 	@$(BIN)/python -m tests.bench.device
+
+mutants-env: env  # mutmut's operators and coverage.py in .venv
+	@$(BIN)/python -c 'import coverage, mutmut' 2>/dev/null \
+	  || VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install -q --no-deps --require-hashes -r tests/mutants/requirements.txt
+
+COUNT ?= 400
+mutants: mutants-env  ## small changes of SUBJECT's code, COUNT of them drawn by SEED: which ones does no test notice?
+	@$(BIN)/python -m tests.mutants $(or $(SUBJECT),all) --seed $(SEED) --count $(COUNT) --workers $(WORKERS) $(if $(AGAIN),--again)
 
 feast-env: env  ## Feast in .venv-feast, for the bench `peers`
 	@test -x .venv-feast/bin/python || $(UV) venv -q --python $(BIN)/python .venv-feast

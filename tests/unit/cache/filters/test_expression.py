@@ -95,6 +95,22 @@ def test_a_filter_is_read_as_it_was_meant() -> None:
     ).key  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [
+        ({"and": [{"exists": "a"}] * NODES_MAX}, NODES_MAX),
+        (nested(DEPTH_MAX + 1), DEPTH_MAX),
+        ({"in": ["a", list(range(VALUES_MAX + 1))]}, VALUES_MAX),
+        ({">=": ["a", "x" * 257]}, 256),
+    ],
+)
+def test_a_filter_that_is_too_large_is_refused_with_the_limit(value: Any, limit: int) -> None:
+    with pytest.raises(InvalidFilter) as refused:
+        read_filter(value)
+
+    assert refused.value.details["limit"] == limit
+
+
 def test_the_largest_filter_is_taken() -> None:
     read_filter({"and": [{"exists": "a"}] * (NODES_MAX - 1)})
     read_filter({"in": ["a", list(range(VALUES_MAX))]})

@@ -34,6 +34,15 @@ def test_a_night_is_told_with_the_mean_of_those_before_it() -> None:
     }  # fmt: skip
 
 
+def test_both_reasons_are_told_as_the_night_wrote_them() -> None:
+    reuse = Reuse.of(told(why="another bundle", read_because="files vanished", base=None))
+
+    assert reuse is not None
+    assert (reuse.why, reuse.read_because, reuse.base) == ("another bundle", "files vanished", None)
+    found = reuse.to_json()
+    assert (found["why"], found["read_because"]) == ("another bundle", "files vanished")
+
+
 def test_of_more_nights_than_are_told_the_last_ones_count() -> None:
     nights = [{"users": USERS, "spared_s": float(number)} for number in range(NIGHTS + 3)]
     reuse = Reuse.of(told(nights=nights))

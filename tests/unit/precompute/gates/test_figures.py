@@ -170,6 +170,18 @@ def test_every_fault_of_a_record_is_counted(
     assert scan.faults[kind] == count and "p.pages" in scan.seen[kind]
 
 
+def test_a_fault_is_counted_with_where_it_was_seen_first(tmp_path: Path) -> None:
+    scan = scanned(tmp_path)
+
+    scan.note("order", np.array([False, True, True]), "p.pages")
+    scan.note("order", np.array([True]), "q.pages")
+    scan.note("pages", 3, "p.pages")
+    scan.note("sums", 0, "p.pages")
+
+    assert dict(scan.faults) == {"order": 3, "pages": 3}
+    assert scan.seen == {"order": "p.pages, record 1 of the chunk", "pages": "p.pages"}
+
+
 def test_a_cut_off_file_and_exchanged_checksums_are_faults(tmp_path: Path) -> None:
     assert scanned(tmp_path, cut=True).faults["pages"] == 1
     assert scanned(tmp_path, sums=False).faults["sums"] == 4  # the one in the middle is its own

@@ -10,6 +10,7 @@ from precompute.control.rows import Replica
 from precompute.experiments.room import ArmRoom
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.rules.host import disk_headroom, memory_headroom
+from precompute.gates.rules.in_redis import redis_room
 
 MAPPED = 1_000
 ROOMY = 10**9
@@ -67,3 +68,28 @@ def test_arms_of_experiments_take_memory_of_the_same_hosts() -> None:
 def test_without_a_replica_that_says_what_it_has_nothing_is_refused(gate: Any) -> None:
     for found in (gate(candidate()), gate(candidate(replica("of an earlier version")))):
         assert found.passed and found.value is None and "no live replica" in found.note
+
+
+@pytest.mark.parametrize(
+    ("used_bytes", "passed", "share"), [(800, True, 0.8), (801, False, 0.801), (0, True, 0.0)]
+)
+def test_redis_may_be_filled_up_to_the_threshold(
+    used_bytes: int, passed: bool, share: float
+) -> None:
+    room = redis_room("primary", used_bytes, 1_000, "maxmemory", 0.8)
+
+    assert (room.passed, room.value, room.threshold) == (passed, share, 0.8)
+    assert room.note == f"{used_bytes} bytes of 1,000, maxmemory"
+
+
+def test_a_server_of_several_is_named() -> None:
+    room = redis_room("10.0.0.7:6379", 5, 10, "maxmemory", 0.8)
+
+    assert room.passed and room.note == "5 bytes of 10, maxmemory of 10.0.0.7:6379"
+
+
+def test_a_server_that_does_not_say_its_limit_is_refused() -> None:
+    room = redis_room("primary", 0, 0, "its host's memory", 0.8)
+
+    assert not room.passed and room.value is None and room.threshold == 0.8
+    assert "neither maxmemory nor its host's memory" in room.note

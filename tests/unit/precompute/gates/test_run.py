@@ -246,6 +246,7 @@ def test_what_was_asked_and_is_wrong_or_missing_is_judged(error: Exception) -> N
     verdict = run_within("coverage", finds, 5.0)
 
     assert not verdict.passed and verdict.threshold == "no error"
+    assert verdict.rule == "coverage" and str(error) in verdict.note
 
 
 def test_every_gate_is_either_of_integrity_or_may_be_overridden() -> None:

@@ -1,16 +1,25 @@
 """A table that readers may ask for goes missing, changes its kind, or has nothing to be compared with."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+import orjson
 import pytest
 
+from cache.format.directory import Directory
+from cache.format.ids import hash_ids
 from precompute.config.settings import GateThresholds
+from precompute.erasures.erasure import Erased
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.verdict import FIRST, UNREADABLE
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
-from precompute.gates.rules.entities import items_of_live
+from precompute.gates.rules.entities import coverage_of_live, items_of_live
 from precompute.gates.rules.live import tables_of_live
+from precompute.gates.rules.models import bundle, defaults, dimension
+from precompute.gates.rules.records import short_lists
 
 LIVE = {"lists": "topk", "likes": "topk", "vector": "vector"}
 
@@ -98,3 +107,166 @@ def test_a_live_generation_without_a_readable_manifest_is_no_first_one() -> None
 
 def test_a_person_may_judge_otherwise() -> None:
     assert "tables_of_live" in OVERRIDABLE - INTEGRITY
+
+
+def sized(**changes: Any) -> Any:
+    """A generation of two items and a bundle, both with four numbers each, as the gate on dimensions sees it."""
+    sizes = {
+        "dims": 4,
+        "vectors": 2 * 4 * 4,
+        "model_index": 2 * 8,
+        "vector": 4,
+        "value": 3,
+    } | changes
+    items = SimpleNamespace(
+        count=2, dims=sizes["dims"], vectors=SimpleNamespace(size_bytes=sizes["vectors"]),
+        model_index=SimpleNamespace(size_bytes=sizes["model_index"]),
+    )  # fmt: skip
+
+    def table(kind: str, width: int) -> Any:
+        layout, producer = SimpleNamespace(width=width), SimpleNamespace(model="taste")
+        return SimpleNamespace(kind=kind, layout=layout, producer=producer, labels=("a", "b", "c"))
+
+    tables = {
+        "taste": table("value", sizes["value"]),
+        "user_vector": table("vector", sizes["vector"]),
+    }
+    values = {"taste": SimpleNamespace(spec=SimpleNamespace(output_dims=3), labels=("a", "b", "c"))}
+    return SimpleNamespace(
+        manifest=SimpleNamespace(items=items, tables=tables),
+        evidence=SimpleNamespace(bundle=SimpleNamespace(dims=4, values=values)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "value", "threshold", "note"),
+    [
+        ({"dims": 5}, 5, 4, "the item table"),
+        ({"vectors": 2 * 5 * 4}, 5, 4, "the item vectors"),
+        ({"model_index": 3 * 8}, 6, 4, "the items' model index"),
+        ({"vector": 8}, 8, 4, "user_vector"),
+        ({"value": 2}, 2, 3, "taste"),
+    ],
+)
+def test_what_has_another_number_of_dimensions_is_named_with_both(
+    changes: dict[str, int], value: float, threshold: float, note: str
+) -> None:
+    assert dimension(sized()).passed
+
+    judged = dimension(sized(**changes))
+
+    assert not judged.passed
+    assert (judged.value, judged.threshold, judged.note) == (value, threshold, note)
+
+
+@pytest.mark.parametrize(
+    ("items", "scores", "problem"),
+    [
+        (["a", "b"], [2.0, 1.0], ""),
+        (["a", "b"], [1.0, 1.0], ""),
+        (["a"], [2.0], "too few or too many"),
+        (["a", "b"], [2.0], "too few or too many"),
+        (["a", "x"], [2.0, 1.0], "unknown items"),
+        (["a", "a"], [2.0, 1.0], "an item twice"),
+        (["a", "b"], [1.0, 2.0], "scores that rise or are no numbers"),
+        (["a", "b"], ["nan", 1.0], "scores that rise or are no numbers"),
+    ],
+)
+def test_defaults_are_items_of_the_table_each_once_and_best_first(
+    tmp_path: Path, items: list[str], scores: list[Any], problem: str
+) -> None:
+    # Given a table with lists of two, and the defaults that the night wrote
+    (tmp_path / "defaults.json").write_bytes(
+        orjson.dumps({"lists": {"items": items, "scores": scores}})
+    )
+
+    def ordinals_of(raws: Sequence[bytes]) -> list[int]:
+        return [b"abc".find(raw) for raw in raws]
+
+    table = SimpleNamespace(kind="topk", is_facet=False, layout=SimpleNamespace(width=2))
+    candidate: Any = SimpleNamespace(
+        root=tmp_path, manifest=SimpleNamespace(tables={"lists": table}),
+        items=SimpleNamespace(count=3, ordinals_of=ordinals_of),
+    )  # fmt: skip
+
+    # When they are judged
+    judged = defaults(candidate)
+
+    # Then the gate names the table and what is wrong
+    assert (judged.passed, judged.note) == (not problem, "lists" if problem else "")
+    assert judged.value == (problem or 1)
+
+
+def test_a_table_without_defaults_is_named(tmp_path: Path) -> None:
+    (tmp_path / "defaults.json").write_bytes(b"{}")
+    table = SimpleNamespace(kind="topk", is_facet=False, layout=SimpleNamespace(width=2))
+    candidate: Any = SimpleNamespace(
+        root=tmp_path, manifest=SimpleNamespace(tables={"lists": table})
+    )
+
+    judged = defaults(candidate)
+
+    assert (judged.passed, judged.value, judged.note) == (False, "none", "lists")
+
+
+@pytest.mark.parametrize(("users", "passed"), [(4, True), (3, False)])
+def test_nobody_misses_users_who_were_erased(users: int, passed: bool) -> None:
+    # Given a live generation of ten users, six of whom were erased since, beside one whom it never had
+    names = [f"user-{number}".encode() for number in range(10)]
+    live_users = Directory(7, [0], [np.sort(hash_ids(names, 7))])
+    erased = Erased(users=frozenset({*names[:6], b"stranger"}))
+
+    def manifest(count: int) -> Any:
+        return SimpleNamespace(
+            generation="live", entity_sets={"user": SimpleNamespace(count=count)}
+        )
+
+    nothing: Any = None
+    candidate = Candidate(
+        manifest(users), nothing, nothing, nothing, manifest(10), GateThresholds(coverage_of_live=1.0), 10,
+        erased=erased, given=cast(Any, SimpleNamespace(live_users=live_users)),
+    )  # fmt: skip
+
+    # When users are counted against it
+    judged = coverage_of_live(candidate)
+
+    # Then the four who were left are all that there have to be
+    assert (judged.passed, judged.value) == (passed, users / 4)
+    assert judged.note == f"{users} users, 4 before"
+
+
+@pytest.mark.parametrize(
+    ("width", "shorter", "share"), [(5, 0, 0.0), (5, 1, 0.1), (2, 0, 0.0), (2, 1, 0.1)]
+)
+def test_a_list_of_an_item_is_short_if_it_lacks_another_item_that_fits(
+    width: int, shorter: int, share: float
+) -> None:
+    # Given lists of similar items in a catalogue of three: two others are all that a list can hold
+    counts = np.zeros(width + 1, np.int64)
+    counts[2], counts[1] = 10 - shorter, shorter
+    table = SimpleNamespace(kind="topk", entity="item", layout=SimpleNamespace(width=width))
+    scan = SimpleNamespace(table=table, counts=counts, records=10)
+    evidence = SimpleNamespace(
+        asked_scans={"similar": scan}, seen=SimpleNamespace(indptr=np.array([0]))
+    )
+    candidate: Any = SimpleNamespace(
+        manifest=SimpleNamespace(facts={"short_lists": 0, "users_scored": 10}), evidence=evidence,
+        items=SimpleNamespace(count=3), thresholds=GateThresholds(short_lists=0.05),
+    )  # fmt: skip
+
+    judged = short_lists(candidate)
+
+    assert (judged.passed, judged.value) == (not shorter, share)
+
+
+def test_a_manifest_without_a_model_of_its_bundle_is_refused_by_the_models_name() -> None:
+    model = SimpleNamespace(name="taste")
+    pinned = SimpleNamespace(digest="d", models=[model])
+    candidate: Any = SimpleNamespace(
+        manifest=SimpleNamespace(bundle_digest="d", models={}),
+        evidence=SimpleNamespace(bundle=pinned),
+    )
+
+    judged = bundle(candidate)
+
+    assert (judged.passed, judged.value, judged.threshold) == (False, "missing", "taste")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
 from precompute.control.states import State
 from precompute.releases.release_log import ReleaseLog
@@ -19,6 +19,7 @@ from precompute.reuse.base import (
     OFF,
     SETTINGS,
     VERIFIED,
+    Base,
     choose_base,
     settings_digest,
 )
@@ -101,3 +102,30 @@ def test_settings_that_decide_what_is_stored_make_another_digest(
     changes: dict[str, Any], same: bool
 ) -> None:
     assert (settings_digest(replace(CONFIG, **changes)) == settings_digest(CONFIG)) is same
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        ({"user": ("digest", {"dims": 4})}, True),
+        ({"user": ("another", {"dims": 4})}, False),
+        ({"user": ("digest", {"dims": 5})}, False),
+        ({"item": ("digest", {"dims": 4})}, False),
+        ({}, False),
+    ],
+)
+def test_a_base_has_a_model_of_the_same_bytes_that_is_fed_in_the_same_way(
+    models: dict[str, tuple[str, dict[str, int]]], expected: bool
+) -> None:
+    # Given a base whose bundle had these models
+    stored = {
+        name: SimpleNamespace(digest=digest, spec=spec) for name, (digest, spec) in models.items()
+    }
+    earlier = Base(cast(Any, None), {}, cast(Any, SimpleNamespace(models=stored)), has_lists=True)
+
+    # When this night has a model of that name
+    spec = SimpleNamespace(to_json=lambda: {"dims": 4})
+    model = cast(BundleModel, SimpleNamespace(name="user", digest="digest", spec=spec))
+
+    # Then it is the base's only if both agree
+    assert earlier.has_model(model) is expected

@@ -126,3 +126,23 @@ def test_a_user_of_a_shard_that_had_nobody_is_computed() -> None:
     assert asked.rows.tolist() == [0] and asked.same.tolist() == [-1]
     assert not asked.could_stay.any() and not len(asked.kept)
     assert asked.pairs.tolist() == [(7, 9)]
+
+
+def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included() -> None:
+    # Given a base of two users with records, and no item that could enter a list
+    pairs = np.array([(3, 30), (7, 70)], PAIR)
+    kept = KeptShard(pairs, np.array([0, 1]), {}, np.ones(2, np.bool_))
+    reuse = ShardReuse(
+        kept, None, {}, np.zeros(2, np.bool_), np.empty((0, 2), np.float32), True, None
+    )
+
+    # When both come with the inputs that they had, and a third is new
+    entities = ShardInput(
+        pa.array(["ann", "bob", "eve"]), np.array([3, 7, 9], np.uint64), np.array([0, 1, 2, 3]),
+        np.array([3, 4, 5]), {},
+    )  # fmt: skip
+    asked = reuse.ask(entities, np.array([30, 70, 90], np.uint64), range(1 << 64))
+
+    # Then only the third is computed
+    assert asked.kept_hashes.tolist() == [3, 7] and asked.kept.tolist() == [0, 1]
+    assert asked.rows.tolist() == [2] and asked.same.tolist() == [-1]

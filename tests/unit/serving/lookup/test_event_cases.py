@@ -58,6 +58,19 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
     assert "i3" not in answer["items"] and answer["approximate"] is True
 
 
+async def test_who_has_only_later_events_gets_what_the_night_stored(world: World) -> None:
+    # Given a user whose only event is later than what is asked for
+    snapshot = with_events(world)
+    clicks(world, "u1", "i3", at=5)
+
+    # When an answer as of an earlier position is asked for
+    asked = ask(entity("u1"), as_of=Position(4, 0).number)
+    (answer,) = await world.ladder.lookup(Holding(snapshot), asked, monotonic())
+
+    # Then it is the night's, and no event is counted
+    assert answer["source"] == "l2" and answer.get("events", 0) == 0
+
+
 def new_items(*ids: str) -> NewItems:
     items = tuple(NewItem(each.encode(), at) for at, each in enumerate(ids, 1))
     vectors = np.ones((len(ids), 4), np.float32)

@@ -67,6 +67,19 @@ async def test_a_stored_answer_comes_from_l2_and_then_from_l1(world: World) -> N
     assert first["age_seconds"] == 3600 and "reason" not in first
 
 
+async def test_every_user_of_the_night_whom_redis_answers_counts_as_read(world: World) -> None:
+    # Given all users of the night, the first of its directory included
+    holding, reads = Holding(world.snapshot()), list[bool]()
+    world.ladder.watch.read = lambda *read: reads.append(read[-1])  # type: ignore[method-assign]
+
+    # When Redis answers them
+    answers = await look(world, holding, *(entity(user) for user in USERS))
+
+    # Then all of them are known to the night
+    assert {answer["source"] for answer in answers} == {"l2"}
+    assert reads == [True] * len(USERS)
+
+
 async def test_an_unknown_id_without_input_gets_defaults_that_are_never_kept(world: World) -> None:
     holding = Holding(world.snapshot())
 
