@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cache.format.reuse import Reuse
+from cache.format.reuse import FACT, Reuse
 from cache.process.redis_server import RedisServer
 from cache.store.artefacts import read_manifest
 from precompute.builds.night import Night
@@ -78,6 +78,10 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
     users = fact.night.users
     counted = {name: count for name, count in month.reasons(second).items() if count}
     assert {name: count for name, count in users.items() if count} == counted
+    copied = [
+        read_manifest(month.config.store(), made).facts[FACT]["items"] for made in (first, second)
+    ]
+    assert copied == [0, 2 * 80]  # no item changed: its vector and its list of similar ones
     assert users["inputs"] > 0 and fact.night.share is not None and fact.night.share > 0.8
 
     told = report(month.config, look(month.config))

@@ -133,6 +133,21 @@ def test_what_cannot_be_told_counts_as_holding_the_entity(store, tmp_path):
     ]  # fmt: skip
 
 
+def test_a_user_of_the_same_id_does_not_hold_an_erased_item(store):
+    # Given a generation without the item, and no file of its users at hand
+    erasure = request(store, b"ann", "item", at=5.0)
+    begun = {"user_seed": 0, "item_seed": 0, "bounds": [0, 1]}
+    store.write(f"generations/{G1}/work/begin.json", orjson.dumps(begun))
+    store.write(f"generations/{G1}/directory/item/0000.u64", np.array([7], "<u8").tobytes())
+    store.write(f"generations/{G1}/work/holdout.json", orjson.dumps({"ann": ["i1"]}))
+
+    # When it is asked for what it holds
+    (held,) = holders(store, [erasure], {}).values()
+
+    # Then users are not looked at
+    assert held == ()
+
+
 def test_copies_of_a_generation_that_is_gone_hold_whom_it_did_not_leave_out(store, tmp_path):
     """Else each night's retirement, whose copies other hosts still have, would keep every erasure pending for ever."""
     before, after = (request(store, raw, "user", at=5.0) for raw in (b"u1", b"u2"))
