@@ -1,0 +1,47 @@
+"""The state of a generation, where releases and the registry's row say different things."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cache.errors import Conflict
+from precompute.control.rows import Row
+from precompute.control.states import State
+from precompute.releases.release_log import standing
+from precompute.releases.replication import confirm
+
+GENERATION = "20260131T000000Z-000000000001"
+
+
+@pytest.mark.parametrize(
+    ("proven", "row", "state"),
+    [
+        (None, None, None),
+        (None, State.LOADED, State.LOADED),
+        (None, State.SUPERSEDED, State.SUPERSEDED),
+        (State.LIVE, None, State.LIVE),
+        (State.LIVE, State.RETIRED, State.LIVE),
+        (State.LIVE, State.VERIFIED, State.LIVE),
+        (State.SUPERSEDED, State.RETIRED, State.RETIRED),
+        (State.REFUSED, State.LOADED, State.REFUSED),
+        (State.ROLLED_BACK, State.VERIFIED, State.ROLLED_BACK),
+        (State.VERIFIED, State.LOADED, State.LOADED),
+        (State.VERIFIED, State.REFUSED, State.REFUSED),
+        (State.VERIFIED, State.LIVE, State.VERIFIED),
+        (State.VERIFIED, State.SUPERSEDED, State.VERIFIED),
+    ],
+)
+def test_a_row_says_more_than_releases_only_on_the_way_to_the_next_one(
+    proven: State | None, row: State | None, state: State | None
+) -> None:
+    ledger: Any = SimpleNamespace(state={GENERATION: proven}.get)
+
+    assert standing(GENERATION, ledger, None if row is None else Row(row, 0.0)) is state
+
+
+def test_nothing_is_confirmed_for_what_is_no_generation() -> None:
+    with pytest.raises(Conflict, match="not a generation id") as refused:
+        confirm(cast(Any, None), "../live", None, timeout_s=1.0)
+
+    assert refused.value.details == {"generation": "../live"}
