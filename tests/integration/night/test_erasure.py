@@ -8,6 +8,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +21,7 @@ from cache.format.ids import hash_id
 from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
+from cache.store.experiments import exposure_part
 from precompute.builds.copies import record_copies
 from precompute.cli.erase import erase
 from precompute.config.progress import quiet
@@ -258,6 +260,26 @@ def test_the_entity_leaves_the_sketches_of_requests(night: NightConfig, window: 
 
         left = [client.zrange(key(each), 0, -1) for each in (now, now - 1)]
         assert left == [[b"user_topk:else"]] * 2
+
+
+def test_an_erased_user_leaves_the_exposures_of_experiments_and_an_item_does_not(
+    night: NightConfig,
+) -> None:
+    # Given requests of an experiment that were made with three keys
+    store, path = night.store(), exposure_part(1, "replica", 1)
+    exposures = [["gone", 1.0], ["an item", 2.0], ["other", 3.0]]
+    arm = {"experiment": "e", "arm": "a", "requests": 3, "feedback": {}, "exposures": exposures}
+    store.write(path, orjson.dumps({"arms": [arm]}))
+
+    # When a user and an item are erased
+    begin_erasing(store, b"gone", "user", at=1.0)
+    begin_erasing(store, b"an item", "item", at=1.0)
+    settled(night)
+
+    # Then only the user's key is gone
+    raw = store.read(path)
+    assert raw is not None
+    assert orjson.loads(raw)["arms"][0]["exposures"] == exposures[1:]
 
 
 def test_an_entity_that_nothing_holds_is_done_at_once_and_stays_out(night: NightConfig) -> None:

@@ -80,6 +80,7 @@ def test_p4_and_p21_rolling_back_twice_never_meets_a_bad_generation(world):
     """PITFALLS P4, P21: previous is the newest superseded one, never one rolled back."""
     world.publish(A, B, C)
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    assert all_releases(world.store)[-1].reason == "bad"
     assert (world.live().generation, world.live().previous) == (B, A)
     world.releases.roll_back(to=None, reason="bad too", attempt=world.attempt())
     assert (world.live().generation, world.live().previous) == (A, None)
@@ -112,6 +113,7 @@ def test_a_refused_generation_cannot_be_published(world):
     world.publish(A)
     world.load(B)
     world.releases.refuse(B, reason="coverage is 0.4, the threshold 0.95", attempt=world.attempt())
+    assert world.control.rows()[B].reason == "coverage is 0.4, the threshold 0.95"
     with pytest.raises(Conflict, match="refused"):
         world.releases.publish(B, attempt=world.attempt())
 

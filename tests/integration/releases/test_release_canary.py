@@ -54,7 +54,7 @@ def test_an_ended_canary_may_be_published_unless_it_was_abandoned(tried, abandon
     assert tried.live().canary is None and tried.live().generation == B
     with pytest.raises(Conflict, match=r"since then end canary of .* use a new attempt"):
         tried.releases.start_canary(C, 5.0, "try")
-    assert not tried.releases.end_canary("end").changed
+    assert tried.releases.end_canary("end").changed is False
     if abandon:
         assert tried.releases.state(C) is State.ABANDONED
         with pytest.raises(Conflict, match="abandoned"):
