@@ -161,6 +161,31 @@ async def test_events_beyond_the_bound_are_refused_unsent(monkeypatch: pytest.Mo
     await acceptor.accept(events(b"x" * 8))
 
 
+async def test_what_an_outage_refused_takes_no_room_of_what_comes_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given an outage that ended what waited
+    monkeypatch.setattr(acceptor_module, "WAITING_BYTES_MAX", 10)
+    redis = FakeEventsRedis()
+    redis.gate.clear()
+    redis.fails_with = EventsUnavailable("gone")
+    acceptor = made(redis)
+    tasks = [asyncio.create_task(acceptor.accept(events(b"x" * 5)))]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    tasks.append(asyncio.create_task(acceptor.accept(events(b"x" * 5))))
+    await asyncio.sleep(0)
+    redis.gate.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    # When Redis is back, and as much comes at once as may wait
+    redis.fails_with = None
+    found = await asyncio.gather(*(acceptor.accept(events(b"x" * 5)) for _ in range(2)))
+
+    # Then all of it is accepted
+    assert [len(accepted) for accepted in found] == [1, 1]
+
+
 async def test_a_service_that_stops_refuses_what_waits() -> None:
     redis = FakeEventsRedis()
     redis.gate.clear()

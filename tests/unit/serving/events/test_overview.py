@@ -1,11 +1,14 @@
 """Events of several workers as one: each figure as bad, and as far, as the last of them."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from cache.errors import InvalidInput
-from serving.events.overview import NUMBERS, TEXTS, together
+from cache.events.position import Position
+from serving.events.counts import TEXTS as GAUGES
+from serving.events.overview import NUMBERS, TEXTS, EventOverview, together
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -15,6 +18,42 @@ def row(**changes: Any) -> dict[str, Any]:
         "durability": "everysec", "demanded": "everysec", "counted_until": "20-1", "published_until": "10-0",
     }  # fmt: skip
     return {**numbers, **texts, **changes}
+
+
+def overview(kept: str | None, until: str | None, *, is_held: bool = True) -> EventOverview:
+    """A worker whose Redis keeps events as it says, and whose live generation has them up to a position."""
+    published = None if until is None else SimpleNamespace(until=until)
+    live = SimpleNamespace(manifest=SimpleNamespace(events=published))
+    users = type("Users", (list,), {"last": Position(20, 1).number})([1, 2, 3])
+    follower = SimpleNamespace(
+        newer=SimpleNamespace(users=users, size_bytes=900),
+        lag_s=lambda: 0.12345, limit_bytes=1_000,
+    )  # fmt: skip
+    intake = SimpleNamespace(
+        redis=SimpleNamespace(found=kept and SimpleNamespace(kept=kept), demanded="always"),
+        counts=SimpleNamespace(gauges=dict.fromkeys(GAUGES, 1.0)),
+    )
+    shelf = SimpleNamespace(holding=SimpleNamespace(live=live) if is_held else None)
+    return EventOverview(cast(Any, intake), cast(Any, follower), cast(Any, shelf))
+
+
+def test_a_worker_tells_all_that_is_shown_of_several() -> None:
+    told = overview("everysec", "10-0").told()
+
+    assert set(told) == {*NUMBERS, *TEXTS}
+    assert (told["lag_s"], told["users"]) == (0.123, 3)
+    assert (told["held_bytes"], told["held_max_bytes"]) == (900, 1_000)
+    assert (told["durability"], told["demanded"]) == ("everysec", "always")
+    assert (told["counted_until"], told["published_until"]) == ("20-1", "10-0")
+
+
+@pytest.mark.parametrize(("until", "is_held"), [(None, True), ("10-0", False)])
+def test_a_worker_without_a_generation_that_has_events_tells_no_position_of_it(
+    until: str | None, is_held: bool
+) -> None:
+    told = overview(None, until, is_held=is_held).told()
+
+    assert told["published_until"] is None and told["durability"] is None
 
 
 def test_nobody_tells_of_events_where_none_are_taken_in() -> None:

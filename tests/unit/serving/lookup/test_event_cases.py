@@ -58,6 +58,16 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
     assert "i3" not in answer["items"] and answer["approximate"] is True
 
 
+def test_events_change_nothing_where_the_generation_takes_none_for_the_table(world: World) -> None:
+    clicks(world, "u1", "i3")
+    without, taken = world.snapshot(), with_events(world)
+    lists, vectors = (taken.manifest.tables[name] for name in ("user_topk", "user_vector"))
+
+    assert world.ladder.newer.counted(taken, lists, b"u1", -1) is not None
+    assert world.ladder.newer.counted(taken, vectors, b"u1", -1) is None
+    assert world.ladder.newer.counted(without, lists, b"u1", -1) is None
+
+
 async def test_who_has_only_later_events_gets_what_the_night_stored(world: World) -> None:
     # Given a user whose only event is later than what is asked for
     snapshot = with_events(world)
