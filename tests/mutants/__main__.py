@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="try survivors of this seed once more")
     options = parser.parse_args()
     print(f"seed {options.seed} (SEED={options.seed} goes on with it)", flush=True)
+    os.environ["LARDER_SEED"] = str(options.seed)
     for name in SUBJECTS if options.subject == "all" else [options.subject]:
         file = OUTPUT / name / f"{options.seed}.jsonl"
         apart(lambda name=name, file=file: try_subject(SUBJECTS[name], file, options))  # type: ignore[misc]

@@ -76,6 +76,30 @@ def test_a_shard_without_a_user_who_has_a_record_gives_no_sample_and_no_error(
     assert all(not len(rows) for rows in sample.rows.values())
 
 
+def test_users_without_a_record_are_counted_by_the_first_feature_that_they_lack(
+    tmp_path: Path,
+) -> None:
+    # Given four users without a record: one lacks the first feature, one the second, one both
+    users = ["a", "b", "c", "d"]
+    _, entities = write(tmp_path, [(user, 1, 10) for user in users])
+    hashes = hash_ids([user.encode() for user in users], SEED)
+    features = pa.table(
+        {"user": users, HASH: hashes, "age": [None, 30, None, 40], "size": [1.0, None, None, 2.0]}
+    )
+    with (
+        pa.OSFile(str(tmp_path / "0000.features"), "wb") as sink,
+        pa.ipc.new_stream(sink, features.schema) as writer,
+    ):
+        writer.write_table(features)
+
+    # When they are sampled
+    nobody = Directory(SEED, [0], [np.empty(0, np.uint64)])
+    sample = sample_users(tmp_path, entities, nobody, history_limit=5)
+
+    # Then each counts once
+    assert dict(sample.without_record) == {"a value of 'age'": 2, "a value of 'size'": 1}
+
+
 def test_a_repeated_choice_is_no_new_one(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, [("a", 1, 10), ("a", 2, 20), ("a", 1, 30), ("b", 1, 5)])
     sample = sample_users(tmp_path, entities, directory, history_limit=10)
