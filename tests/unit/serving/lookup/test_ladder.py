@@ -154,7 +154,8 @@ async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(
 
     assert fresh["source"] == "live" and fresh["reason"] == "fresh"
     assert (after["source"], after["producer"]) == ("l2", "batch")
-    assert not world.remote.writes
+    await world.tiers.aclose()
+    assert not world.remote.writes and len(world.tiers.local) == 1
 
 
 async def test_fresh_without_anything_to_compute_from_gets_what_is_stored(world: World) -> None:
