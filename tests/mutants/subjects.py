@@ -79,6 +79,7 @@ SUBJECTS = {
             "tests/unit/cache/tiers",
             "tests/unit/cache/l2",
             "tests/unit/cache/resp",
+            "tests/unit/cache/native/test_loader.py",
             "tests/unit/cache/format",
             "tests/unit/serving/lookup",
             "tests/unit/serving/usage",

@@ -63,6 +63,19 @@ def outcomes(rows: Rows) -> list[Outcome]:
     ]
 
 
+async def test_records_that_l1_can_never_hold_are_counted_and_missing_ones_are_not() -> None:
+    # Given an L1 that is smaller than a record, and a batch of which one page is gone
+    bench = Bench(entries_max=0)
+    of_pages = {want.position // 8: want for want in map(NIGHT.want, NIGHT.ids)}
+    wants = [of_pages[page] for page in range(3)]
+    del bench.remote.pages[GENERATION, NIGHT.table.name, 2]
+
+    answers = await bench.rows(wants)
+
+    assert [isinstance(answer, Found) for answer in answers] == [True, True, False]
+    assert bench.cache.local.too_large == 2
+
+
 async def turns(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
