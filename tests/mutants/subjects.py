@@ -58,6 +58,7 @@ SUBJECTS = {
         ("serving/lookup", "serving/fast_lookup"),
         (
             "tests/unit/serving/lookup",
+            "tests/unit/serving/fast_lookup",
             "tests/unit/serving/fast_http",
             "tests/unit/serving/http",
             "tests/unit/serving/near",

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from time import monotonic
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,18 @@ from cache.filters.masks import Passing
 from cache.format.ids import fingerprints
 from cache.format.records.codec import decode, encode_topk
 from cache.format.records.layout import FLAG_APPROXIMATE, FLAG_LIVE
+from cache.model.predictor import LiveInput
 from cache.model.tower_spec import InputSpec
+from serving.answers.reasons import LiveReason
 from serving.answers.sources import Source
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Turn
+from serving.lookup.batch_inference import with_events as with_events_batch
+from serving.lookup.batch_inference import with_new_items
 from serving.lookup.entity import cases_of
 from serving.lookup.event_counting import count_newer
+from serving.lookup.micro_batcher import Job, LiveUnavailable
 from serving.requests.models import RequestOptions
 from serving.usage.answer_sampling import Picks
 from tests.unit.serving.world import ITEMS, SCORED_AT, World, ask, entity, ids
@@ -56,6 +62,17 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
     (job,) = world.jobs
     assert job.newer is None and answer["source"] == "live"
     assert "i3" not in answer["items"] and answer["approximate"] is True
+
+
+@pytest.mark.parametrize("run", [with_events_batch, with_new_items])
+def test_without_a_model_every_job_of_a_batch_is_told_so(world: World, run: Any) -> None:
+    snapshot = world.snapshot(predictor=None)
+    jobs = [Job(snapshot, "user_topk", LiveInput(history=ids("i1")), 7, 10) for _ in range(2)]
+
+    outcomes = run(jobs, SCORED_AT)
+
+    assert [type(outcome) for outcome in outcomes] == [LiveUnavailable] * 2
+    assert {outcome.reason for outcome in outcomes} == {LiveReason.NO_MODEL}
 
 
 def test_events_change_nothing_where_the_generation_takes_none_for_the_table(world: World) -> None:
