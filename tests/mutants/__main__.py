@@ -26,10 +26,10 @@ OUTPUT = ROOT / "build/mutants"
 OPEN = ("survived", "not covered", "invalid")
 UNIT_LIMIT_S = 8.0
 """Unit tests of one mutant take this long together, as they were measured; at least one is run."""
-OTHER_LIMIT_S = 20.0
-"""The same of tests behind them."""
-OTHER_LIMIT_ALONE_S = 60.0
-"""The same where no unit test runs the line."""
+OTHER_LIMIT_S = 6.0
+"""Other tests behind unit tests take this long together; there may be none."""
+OTHER_LIMIT_ALONE_S = 40.0
+"""The same where no unit test runs the line; at least one is run."""
 
 
 def covering(mutant: Mutant, measured: Sequence[MeasuredTest]) -> list[MeasuredTest]:
@@ -38,12 +38,14 @@ def covering(mutant: Mutant, measured: Sequence[MeasuredTest]) -> list[MeasuredT
         candidates = [test for test in measured if test.runs(mutant.module, lines)]
         if candidates:
             break
-    units = _varied([test for test in candidates if test.is_unit], UNIT_LIMIT_S)
-    limit_s = OTHER_LIMIT_S if units else OTHER_LIMIT_ALONE_S
-    return units + _varied([test for test in candidates if not test.is_unit], limit_s)
+    units = _varied([test for test in candidates if test.is_unit], UNIT_LIMIT_S, least=1)
+    others = [test for test in candidates if not test.is_unit]
+    if units:
+        return units + _varied(others, OTHER_LIMIT_S, least=0)
+    return _varied(others, OTHER_LIMIT_ALONE_S, least=1)
 
 
-def _varied(tests: Sequence[MeasuredTest], limit_s: float) -> list[MeasuredTest]:
+def _varied(tests: Sequence[MeasuredTest], limit_s: float, *, least: int) -> list[MeasuredTest]:
     """Tests within the limit, the quickest first: a case of each function, then second ones, and so on."""
     cases: Counter[str] = Counter()
     ranked = []
@@ -54,7 +56,7 @@ def _varied(tests: Sequence[MeasuredTest], limit_s: float) -> list[MeasuredTest]
     chosen: list[MeasuredTest] = []
     seconds = 0.0
     for _, test in sorted(ranked, key=lambda pair: pair[0]):
-        if not chosen or seconds + test.seconds <= limit_s:
+        if len(chosen) < least or seconds + test.seconds <= limit_s:
             chosen.append(test)
             seconds += test.seconds
     return chosen
