@@ -115,6 +115,7 @@ SUBJECTS = {
             "tests/integration/releases/test_races.py",
             "tests/integration/releases/test_redis_loss.py",
             "tests/integration/releases/test_release.py",
+            "tests/integration/releases/test_release_canary.py",
             "tests/integration/releases/test_release_repeats.py",
             "tests/integration/releases/test_replication.py",
             "tests/integration/releases/test_restore.py",
@@ -163,6 +164,7 @@ SUBJECTS = {
         (
             "tests/unit/serving/events",
             "tests/unit/serving/replica",
+            "tests/unit/serving/lookup/test_event_cases.py",
             "tests/unit/cache/events",
             "tests/unit/precompute/events",
             "tests/integration/events/test_check.py",
