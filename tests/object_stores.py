@@ -18,15 +18,18 @@ class Memory(MemoryFileSystem):  # type: ignore[misc]
 
     protocol: ClassVar[str]
     cachable = False
+    _writing: ClassVar[threading.Lock] = threading.Lock()
+    """Held while an object is written: a server looks whether one exists and writes it in one step."""
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return str(super()._strip_protocol(path.replace(f"{cls.protocol}://", "memory://", 1)))
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> Any:
-        if mode == "create" and self._strip_protocol(path) in self.store:
-            raise FileExistsError(path)
-        return super().pipe_file(path, value, **more)
+        with self._writing:
+            if mode == "create" and self._strip_protocol(path) in self.store:
+                raise FileExistsError(path)
+            return super().pipe_file(path, value, **more)
 
 
 class Counting(Memory):

@@ -1,0 +1,145 @@
+"""Wrong answers to plant into a copy of the product, each where an audit from outside once found one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Text of a source file, and what stands there instead."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A defect: what a caller would see, and the changes of source that make it."""
+
+    name: str
+    seen: str
+    changes: tuple[Change, ...]
+
+    def put_into(self, tree: Path) -> None:
+        """Change the sources below `tree`; raises ValueError for text that does not stand there exactly once."""
+        for change in self.changes:
+            path = tree / change.file
+            source = path.read_text()
+            if source.count(change.old) != 1:
+                raise ValueError(f"plant {self.name}: {change.file} does not hold its text once")
+            path.write_text(source.replace(change.old, change.new))
+
+
+_FILTERED_LOOKUP = "serving/ranking/filtered_lookup.py"
+_ANSWER_BUILDER = "serving/lookup/answer_builder.py"
+_ENTITY = "serving/lookup/entity.py"
+_ARMS = "serving/experiments/arms.py"
+
+PLANTS = (
+    Plant(
+        "search_without_events",
+        "a search under a filter uses the night's vector of a user, and says that it counts the newer events",
+        (
+            Change(
+                _FILTERED_LOOKUP,
+                "replace(turn.options, k=None, filter=None, rerank=None, exclude=())",
+                "replace(turn.options, k=None, filter=None, rerank=None, exclude=(), max_events=0)",
+            ),
+            Change(_FILTERED_LOOKUP, "count_as(snapshot, of_vector, cases[place])", "pass"),
+        ),
+    ),
+    Plant(
+        "click_ends_live_answer",
+        "a user with interactions but without a record is not answered live any more after a click",
+        (
+            Change(
+                _ENTITY,
+                "self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION",
+                "self.position >= 0",
+            ),
+        ),
+    ),
+    Plant(
+        "known_user_turns_to_sent_history",
+        "the list of a known user becomes that of the sent history where k is more than is left",
+        (
+            Change(
+                _ANSWER_BUILDER,
+                "passing is None and is_used_up and not case.is_answered_by_night(record)",
+                "passing is None and left < min(case.k, len(record.items))",
+            ),
+        ),
+    ),
+    Plant(
+        "default_names_what_the_user_had",
+        "the default list of a user without a record names items that the user had by the night",
+        (
+            Change(
+                _ANSWER_BUILDER,
+                "barred: Barred = (turn.excluded(snapshot), had, *newer)",
+                "barred: Barred = (turn.excluded(snapshot), *newer)",
+            ),
+        ),
+    ),
+    Plant(
+        "short_counts_one_too_many",
+        "a list under a filter is called short although exactly k items pass",
+        (
+            Change(
+                _ANSWER_BUILDER,
+                "int(passing.among(np.unique(gone)).sum()) < k",
+                "int(passing.among(np.unique(gone)).sum()) <= k",
+            ),
+        ),
+    ),
+    Plant(
+        "arm_ignores_later_blocks",
+        "an arm of an experiment goes on serving what is blocked in the control's namespace after its start",
+        (
+            Change(
+                _ARMS,
+                "await asyncio.gather(*(self._enforce(arm) for arm in list(self._arms.values())))",
+                "return",
+            ),
+        ),
+    ),
+    Plant(
+        "arms_are_not_sticky",
+        "a key gets another arm after a restart of the service, and from another replica",
+        (
+            Change(
+                _ARMS,
+                "arm = None if owners is None else owners.of(key)",
+                'arm = None if owners is None else owners.of(key + b"%d" % id(self))',
+            ),
+        ),
+    ),
+    Plant(
+        "excluded_item_comes_back_by_search",
+        "an item that the request excludes is named where a search under a filter makes the list",
+        (
+            Change(
+                _ANSWER_BUILDER,
+                "gone = turn.excluded(snapshot) | case.history_in(snapshot).seen | snapshot.blocked\n    if (own",
+                "gone = case.history_in(snapshot).seen | snapshot.blocked\n    if (own",
+            ),
+        ),
+    ),
+    Plant(
+        "vector_of_a_search_is_counted",
+        "the metrics count an entity of `user_vector` for a filtered lookup that nobody sent for that table",
+        (Change("serving/lookup/ladder.py", "if not turn.is_part:", "if True:"),),
+    ),
+    Plant(
+        "erased_user_keeps_the_stored_list",
+        "a user who was erased is answered from the stored record",
+        (
+            Change(
+                "serving/generations/snapshot.py",
+                "return raw in blocklist.entities or raw in of_its_kind",
+                'return table.entity != "user" and (raw in blocklist.entities or raw in of_its_kind)',
+            ),
+        ),
+    ),
+)
