@@ -1,0 +1,1034 @@
+"""Judges answers of the service by the documents alone, against the reference."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.audit.client import Client, Reply
+from tests.audit.filters import EVERYTHING, passes
+from tests.audit.reference import (
+    Event,
+    Generation,
+    Input,
+    Ranked,
+    UserView,
+    day_of,
+    dot,
+    user_view,
+)
+from tests.audit.report import Report
+from tests.audit.reranks import complaint
+from tests.audit.values import Json, Vector
+
+LATE_S = 2.5
+"""Seconds for which a replica may lag behind a change: one that the documents allow, and more on busy cores."""
+
+API = "docs/reference/http-api.md"
+FILTERS = "docs/how-to/filter-answers.md"
+PROMISES = {
+    "echo": f"{API}: `id`: Id as it was asked; `table`: Table that was asked",
+    "generation": f"{API}: Generation that all of the answer is of",
+    "one generation": "README: An answer is never a mixture of two nights",
+    "pin": f"{API}: `generation=` pins a generation while a replica offers it",
+    "banned": f"{API}: Items in the sent history, in `exclude` or on the blocklist never appear",
+    "had": f"{API}: What a user had by the night is in no list of a known user",
+    "list": f"{API}: A user with events ... is answered from the night's input and those events; "
+    "an id with a record is answered from that record; the best first",
+    "order": f"{API}: Items of one score stand in the order of the generation's catalogue, the same for every source",
+    "score": f"{API}: Scores of the items",
+    "filter": f"{FILTERS}: So the answer is the best of what passes",
+    "passes": f"{API}: With a `filter`, only items that pass it appear",
+    "short": f"{API}: Fewer than k remain; under a filter: fewer than k pass",
+    "events": f"{API}: `events`: Events of the user that are counted, and newer than the generation",
+    "approximate": f"{API}: the list that a night with them would publish, or `approximate`",
+    "source": f"{API}: Rung of the ladder that answered; `producer`: what computed it",
+    "reason": f"{API}: A `reason` is one of these words",
+    "live": f"{API}: `live` says why the model did not answer although there was something to compute from",
+    "rerank": "docs/how-to/re-rank-answers.md: Boosts come first, then `diversify`, then the first k are taken",
+    "reranked": "docs/how-to/re-rank-answers.md: The answer says what was done",
+    "vector": f"{API}: Embedding; null: there is none",
+    "values": f"{API}: Model outputs; null: there are none",
+    "defaults": f"{API}: Defaults are the items with the most interactions",
+    "facet": f"{FILTERS}: the 100 best items whose `category` is ...; they have the order of the defaults",
+    "similar": f"{API}: `item_similar`: lists of items by an item's vector",
+    "score route": f"{API}: `/v1/score` ranks by the stored user vector, so as the night ranked",
+    "explain": "docs/how-to/find-out-why.md: `explain` says which source would answer, and why no earlier one does",
+    "stale": f"{API}: Why this replica may lag behind",
+    "dropped": f"{API}: History ids the model does not know",
+    "status": f"{API}: never an error",
+    "metrics": "docs/how-to/watch-a-service.md: answers by source, misses by reason",
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One entity of one table, with the options of its request."""
+
+    table: str
+    entity: Input
+    k: int | None = None
+    filter: Json | str | None = None
+    exclude: tuple[str, ...] = ()
+    rerank: Json | str | None = None
+    stored_only: bool = False
+    """Whether `max_events=0` is sent."""
+    fresh: bool = False
+    generation: str | None = None
+    canary_key: str | None = None
+    arm: str | None = None
+
+    def options(self) -> Json:
+        """Return the options as a body has them."""
+        options: Json = {}
+        for name in ("k", "filter", "rerank", "generation", "canary_key", "arm"):
+            if getattr(self, name) is not None:
+                options[name] = getattr(self, name)
+        if self.exclude:
+            options["exclude"] = list(self.exclude)
+        if self.stored_only:
+            options["max_events"] = 0
+        if self.fresh:
+            options["fresh"] = True
+        return options
+
+
+@dataclass
+class Knowledge:
+    """What an auditor knows of the site at a moment."""
+
+    generations: dict[str, Generation] = field(default_factory=dict)
+    allowed: set[str] = field(default_factory=set)
+    """Generations that may answer a request without a pin."""
+    events: list[Event] = field(default_factory=list)
+    blocked_items: set[str] = field(default_factory=set)
+    blocked_users: set[str] = field(default_factory=set)
+    reranks: dict[str, Json] = field(default_factory=dict)
+    exact_live: bool = True
+    """Whether live lists are exact: models in fp32 and a flat index."""
+    impaired: bool = False
+    """Whether Redis is away or lost pages: later rungs of the ladder may answer."""
+    changed_at: float = 0.0
+    stored_inputs: dict[tuple[str, str], list[Input]] = field(default_factory=dict)
+    answered: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Answers by table and source, as `/metrics` has to count them."""
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+    with_events: Counter[str] = field(default_factory=Counter)
+
+    def change(self) -> None:
+        """Note that something changed just now: replicas may lag for a moment."""
+        self.changed_at = time.monotonic()
+
+    def is_settled(self) -> bool:
+        """Return whether every replica has to have followed the last change."""
+        return time.monotonic() - self.changed_at > LATE_S
+
+
+Complaint = tuple[str, object, object]
+"""Rule, what was expected, what was seen."""
+
+
+@dataclass
+class Checker:
+    """Asks, judges, and records violations in a report."""
+
+    knowledge: Knowledge
+    report: Report
+
+    def ask(self, client: Client, *asks: Ask, route: str = "lookup") -> list[Json]:
+        """Send asks of equal options as one request and judge the answers; look twice while changes travel."""
+        while True:
+            settled = self.knowledge.is_settled()
+            reply = self._send(client, asks, route)
+            complaints, answers = self.judge_reply(asks, reply)
+            if not complaints:
+                break
+            if settled:
+                recipe = [*client.recent[-12:]]
+                for rule, expected, seen in complaints:
+                    self.report.violate(rule, PROMISES[rule], expected, seen, recipe)
+                break
+            self.report.count("second looks while a change travels")
+            time.sleep(0.05)
+        self.report.count("answers", len(answers))
+        self.report.count("requests")
+        return answers
+
+    def _send(self, client: Client, asks: tuple[Ask, ...], route: str) -> Reply:
+        first = asks[0]
+        options = first.options()
+        if route == "get":
+            return client.lookup_one(first.table, first.entity.id or "", **options)
+        if route == "tables":
+            entities = []
+            for ask in asks:
+                body = ask.entity.body()
+                entities.append(
+                    {"table": ask.table, **(body if isinstance(body, dict) else {"id": body})}
+                )
+            return client.send("POST", "/v1/lookup", {"entities": entities, **options})
+        return client.lookup(first.table, [ask.entity.body() for ask in asks], **options)
+
+    def judge_reply(
+        self, asks: tuple[Ask, ...], reply: Reply
+    ) -> tuple[list[Complaint], list[Json]]:
+        """Judge a whole reply."""
+        if reply.status != 200 or not isinstance(reply.body, dict):
+            return [("status", 200, {"status": reply.status, "body": reply.body})], []
+        answers = reply.body.get("answers", [reply.body])
+        for answer in answers:
+            self.knowledge.answered[answer["table"], answer["source"]] += 1
+            if "reason" in answer:
+                self.knowledge.reasons[answer["table"], answer["reason"]] += 1
+            if "events" in answer:
+                self.knowledge.with_events[answer["table"]] += 1
+        if len(answers) != len(asks):
+            return [("status", f"{len(asks)} answers", len(answers))], answers
+        complaints: list[Complaint] = []
+        ids = {answer["generation"] for answer in answers if answer["source"] != "previous"}
+        if len(ids) > 1:
+            complaints.append(
+                ("one generation", "one", [answer["generation"] for answer in answers])
+            )
+        for ask, answer in zip(asks, answers, strict=True):
+            complaints += self.judge(ask, answer)
+        return complaints, answers
+
+    def judge(self, ask: Ask, answer: Json) -> list[Complaint]:
+        """Judge one answer; return what is wrong with it."""
+        know = self.knowledge
+        wrong: list[Complaint] = []
+        self.report.count("judged")
+        if answer.get("id") != ask.entity.id or answer.get("table") != ask.table:
+            wrong.append(
+                ("echo", [ask.entity.id, ask.table], [answer.get("id"), answer.get("table")])
+            )
+        if answer.get("stale") and not know.impaired and know.is_settled():
+            wrong.append(("stale", "no `stale`", answer["stale"]))
+        id_ = answer["generation"]
+        if ask.generation is not None:
+            if id_ != ask.generation:
+                return [*wrong, ("pin", ask.generation, id_)]
+        elif id_ not in know.allowed and answer["source"] != "previous":
+            return [*wrong, ("generation", sorted(know.allowed), id_)]
+        generation = know.generations.get(id_)
+        if generation is None:
+            return [*wrong, ("generation", "a generation that was made", id_)]
+        if answer["source"] == "previous" and not know.impaired:
+            live = [know.generations[one] for one in know.allowed]
+            views = [user_view(one, ask.entity, self._events(ask, one)) for one in live]
+            if any(
+                view.has_record or view.vector is not None for view in views if ask.table != "mood"
+            ):
+                wrong.append(
+                    ("source", "not the previous generation: the live one has a record", answer)
+                )
+            had = {item for view in views for item in view.had} & set(answer.get("items", ()))
+            if had:
+                wrong.append(("had", sorted(had), answer))
+        judges = {
+            "user_topk": self._judge_user_list,
+            "user_vector": self._judge_user_vector,
+            "mood": self._judge_mood,
+            "item_vector": self._judge_item_vector,
+            "item_similar": self._judge_similar,
+        }
+        judge = judges.get(ask.table, self._judge_facet)
+        self.report.count(f"table {ask.table}")
+        self.report.count(f"source {answer['source']}")
+        if "reason" in answer:
+            self.report.count(f"reason {answer['reason']}")
+        return [*wrong, *judge(ask, answer, generation)]
+
+    # Views
+
+    def _events(self, ask: Ask, generation: Generation) -> list[Event]:
+        events = self.knowledge.events
+        if not ask.stored_only:
+            return events
+        return [
+            event
+            for place, event in enumerate(events)
+            if place < generation.events or event.user is None
+        ]
+
+    def _banned(self, ask: Ask, generation: Generation) -> set[str]:
+        return (
+            self.knowledge.blocked_items
+            | set(ask.exclude)
+            | set(ask.entity.history or ())
+            | set(generation.erased_items)
+        )
+
+    def _filter(self, ask: Ask, generation: Generation) -> Json | None:
+        if isinstance(ask.filter, str):
+            return generation.rules.filters[ask.filter]
+        return ask.filter
+
+    # Lists of users
+
+    def _judge_user_list(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+        know = self.knowledge
+        user = ask.entity
+        view = user_view(generation, user, self._events(ask, generation))
+        wrong: list[Complaint] = []
+        if user.id in know.blocked_users:
+            if answer.get("reason") != "entity_blocked":
+                wrong.append(("reason", "entity_blocked", answer))
+            view = UserView(None, None, frozenset(), frozenset(), view.sent, 0, False, False, False)
+            return wrong + self._judge_defaults(ask, answer, generation, view)
+        if user.is_sent and user.id is not None:
+            know.stored_inputs.setdefault((generation.id, user.id), []).append(user)
+        if user.id is not None and answer["source"] != "previous":
+            wrong += self._judge_events(answer, view)
+        if answer["source"] == "default":
+            if view.vector is not None and not know.impaired:
+                wrong.append(
+                    ("source", "not the defaults: there is something to compute from", answer)
+                )
+            return (
+                wrong
+                + self._judge_default_words(ask, answer, view)
+                + self._judge_defaults(ask, answer, generation, view)
+            )
+        if answer["source"] == "previous":
+            if view.vector is None:
+                return [
+                    *wrong,
+                    ("source", "default: the previous night knew nothing either", answer),
+                ]
+            return wrong + self._judge_ranked(ask, answer, generation, view, personal=True)
+        if (
+            ask.fresh
+            and user.is_sent
+            and user.country is None
+            and view.has_record
+            and not view.events
+        ):
+            if (answer.get("reason"), answer.get("live")) != (
+                "fresh_unavailable",
+                "no_usable_input",
+            ):
+                wrong.append(("reason", "fresh_unavailable, no_usable_input", answer))
+        elif ask.fresh and user.is_sent and view.has_record and not view.events:
+            sent = user_view(generation, Input(None, user.history, user.country), [])
+            view = UserView(
+                sent.vector,
+                sent.mood,
+                view.had,
+                view.recent,
+                view.sent,
+                0,
+                view.has_record,
+                False,
+                True,
+            )
+            if (answer["source"], answer.get("reason")) != ("live", "fresh") and not know.impaired:
+                wrong.append(("reason", "live, fresh", answer))
+        elif view.vector is None:
+            stored = know.stored_inputs.get((generation.id, user.id or ""), [])
+            if answer["producer"] == "live" and stored:
+                views = [
+                    user_view(generation, one, self._events(ask, generation)) for one in stored
+                ]
+                tries = [
+                    self._judge_ranked(ask, answer, generation, one, personal=True)
+                    for one in views
+                    if one.vector is not None
+                ]
+                if any(not complaints for complaints in tries):
+                    return wrong
+            return [*wrong, ("source", "default, as nothing is known to compute from", answer)]
+        else:
+            wrong += self._judge_personal_words(ask, answer, view)
+        return wrong + self._judge_ranked(ask, answer, generation, view, personal=True)
+
+    def _judge_events(self, answer: Json, view: UserView) -> list[Complaint]:
+        wrong: list[Complaint] = []
+        if answer.get("events", 0) != view.events:
+            wrong.append(("events", view.events, answer))
+        if view.events and "as_of" not in answer:
+            wrong.append(("events", "`as_of`, as events are counted", answer))
+        return wrong
+
+    def _judge_default_words(self, ask: Ask, answer: Json, view: UserView) -> list[Complaint]:
+        if self.knowledge.impaired:
+            return []
+        wrong: list[Complaint] = []
+        if answer["producer"] != "defaults" or answer.get("reason") != "not_in_generation":
+            wrong.append(("reason", "producer defaults, reason not_in_generation", answer))
+        if (ask.entity.is_sent or view.events) and answer.get("live") != "no_usable_input":
+            wrong.append(("live", "no_usable_input", answer))
+        return wrong
+
+    def _judge_personal_words(self, ask: Ask, answer: Json, view: UserView) -> list[Complaint]:
+        if self.knowledge.impaired:
+            return []
+        source, producer, reason = answer["source"], answer["producer"], answer.get("reason")
+        seen = (source, producer, reason)
+        tight = bool(ask.exclude or ask.entity.history or ask.filter)
+        stored = source in ("l1", "l2")
+        if view.is_fallback:
+            right = stored and producer == "batch" and answer.get("live") == "no_usable_input"
+            right = right and answer.get("approximate") is True
+            expected = "the stored list, live no_usable_input, approximate"
+        elif view.events and not view.brings_vector:
+            right = (stored and producer == "live" and reason is None) or (
+                source == "live"
+                and producer == "live"
+                and reason
+                in {
+                    "newer_events",
+                    *({"exhausted"} if tight else ()),
+                    *({"fresh"} if ask.fresh else ()),
+                }
+            )
+            expected = "live with newer_events, or stored by live"
+        elif view.has_record:
+            right = stored and producer == "batch" and reason is None
+            expected = "l1 or l2, producer batch, no reason"
+            if view.brings_vector and view.events:
+                right = (
+                    right or (source == "live" and reason == "newer_events") or producer == "live"
+                )
+            if ask.fresh and not ask.entity.is_sent:
+                right = stored and reason == "nothing_to_compute_from"
+                expected = "l1 or l2, reason nothing_to_compute_from"
+            elif ask.fresh:
+                right = True
+        else:
+            reasons = {"not_in_generation", "input_changed", "expired"} | (
+                {"exhausted"} if tight else set()
+            )
+            reasons |= {"newer_events"} if view.events else set()
+            reasons |= {"fresh"} if ask.fresh else set()
+            right = producer == "live" and (
+                (source == "live" and reason in reasons) or (stored and reason is None)
+            )
+            expected = f"live with one of {sorted(reasons)}, or stored by live"
+        return [] if right else [("source", expected, [seen, answer])]
+
+    def _judge_ranked(
+        self, ask: Ask, answer: Json, generation: Generation, view: UserView, personal: bool
+    ) -> list[Complaint]:
+        """Judge a list that a vector of the user ranks."""
+        assert view.vector is not None
+        day = day_of(generation, self.knowledge.events)
+        banned = self._banned(ask, generation)
+        left_out = banned | view.had
+        expression = self._filter(ask, generation)
+        width = generation.rules.topk
+        k = ask.k or width
+        items, scores = answer["items"], answer["scores"]
+        wrong = self._judge_items(ask, items, scores, banned, view.had)
+        if expression is not None:
+            failing = [
+                item for item in items if not passes(expression, day.attributes.get(item, {}))
+            ]
+            if failing:
+                wrong.append(("passes", expression, {"failing": failing, "answer": answer}))
+        if wrong:
+            return wrong
+
+        is_stored = view.is_stored
+        marks_end = items if answer["producer"] == "live" else ()
+        night = dict(generation.items)
+        everything = night | day.new_items
+        by_night = view.had - view.recent if is_stored else view.had
+        ranked = generation.rank_by(
+            view.vector, {i: v for i, v in night.items() if i not in by_night}
+        )
+        base_night = [
+            pair for pair in generation.cut(ranked, width, marks_end) if pair[1] not in left_out
+        ]
+        ranked_all = generation.rank_by(
+            view.vector, {i: v for i, v in everything.items() if i not in by_night}
+        )
+        base_all = [
+            pair for pair in generation.cut(ranked_all, width, marks_end) if pair[1] not in left_out
+        ]
+        full_night = [pair for pair in ranked if pair[1] not in left_out]
+        full_all = [pair for pair in ranked_all if pair[1] not in left_out]
+
+        before_cut = [
+            [
+                pair
+                for pair in generation.cut(
+                    [p for p in all_ if p[1] not in sooner], width, marks_end
+                )
+                if pair[1] not in left_out
+            ]
+            for all_ in (ranked, ranked_all)
+            for sooner in (view.sent, view.sent | self.knowledge.blocked_items)
+        ]
+        if ask.rerank is not None:
+            return self._judge_reranked(
+                ask,
+                answer,
+                generation,
+                expression,
+                [base_night, base_all, full_night[:width], full_all[:width], *before_cut],
+                [full_night, full_all],
+            )
+        tries: list[tuple[Ranked, int, int, bool]] = []
+        if expression is None:
+            if is_stored:
+                tries.append(
+                    (
+                        base_night,
+                        min(k, len(base_night)),
+                        min(k, len(base_night)),
+                        len(base_night) < k,
+                    )
+                )
+                if (view.brings_vector or view.is_fallback) and view.events:
+                    tries.append(
+                        (
+                            full_night,
+                            min(k, len(base_night)),
+                            min(k, len(full_night)),
+                            len(full_night) < k,
+                        )
+                    )
+            else:
+                for base, full in (
+                    (base_all, full_all),
+                    *(((base_night, full_night),) if view.is_live else ()),
+                ):
+                    tries.append((full, min(k, len(base)), min(k, len(full)), len(full) < k))
+            rule = "list"
+        else:
+            rule = "filter"
+            passing = [pair for pair in full_night if passes(expression, day.attributes[pair[1]])]
+            passing_all = [pair for pair in full_all if passes(expression, day.attributes[pair[1]])]
+            of_base = [pair for pair in base_night if passes(expression, day.attributes[pair[1]])]
+            if is_stored and len(of_base) >= k:
+                tries.append((of_base, k, k, False))
+            elif is_stored and isinstance(ask.filter, str):
+                tries.append(
+                    (passing, min(k, len(passing)), min(k, len(passing)), len(passing) < k)
+                )
+                tries.append(
+                    (
+                        passing_all,
+                        min(k, len(passing_all)),
+                        min(k, len(passing_all)),
+                        len(passing_all) < k,
+                    )
+                )
+            else:
+                tries.append(
+                    (
+                        passing_all,
+                        min(k, len(passing_all)),
+                        min(k, len(passing_all)),
+                        len(passing_all) < k,
+                    )
+                )
+        complaints: list[list[Complaint]] = []
+        for ranking, least, most, short in tries:
+            is_index = answer["source"] == "live" and expression is None
+            complaint_list = self._compare(answer, ranking, least, most, k, short, rule, is_index)
+            if not complaint_list:
+                return []
+            complaints.append(complaint_list)
+        return complaints[0]
+
+    def _judge_items(
+        self, ask: Ask, items: list[str], scores: list[float], banned: set[str], had: Iterable[str]
+    ) -> list[Complaint]:
+        wrong: list[Complaint] = []
+        if len(items) != len(scores) or len(set(items)) != len(items):
+            wrong.append(("list", "as many scores as items, no item twice", [items, scores]))
+        if ask.k is not None and len(items) > ask.k:
+            wrong.append(("list", f"at most {ask.k}", items))
+        if banned & set(items):
+            wrong.append(("banned", "none of these", sorted(banned & set(items))))
+        if set(had) & set(items):
+            wrong.append(("had", "none of these", sorted(set(had) & set(items))))
+        return wrong
+
+    def _compare(
+        self,
+        answer: Json,
+        ranking: Ranked,
+        least: int,
+        most: int,
+        k: int,
+        short: bool,
+        rule: str,
+        loose_end: bool,
+    ) -> list[Complaint]:
+        items, scores = answer["items"], answer["scores"]
+        count = len(items)
+        expected = [item for _, item in ranking[:most]]
+        exact = [float(np.float32(score)) for score, _ in ranking[:count]]
+        if not least <= count <= most:
+            return [(rule, {"count": [least, most], "items": expected}, answer)]
+        if count < most:
+            short = True
+        if [float(np.float32(score)) for score in scores] != exact:
+            return [
+                (
+                    "score" if items == expected[:count] else rule,
+                    {"items": expected, "scores": exact},
+                    answer,
+                )
+            ]
+        if items != expected[:count]:
+            groups = {item: score for score, item in ranking}
+            is_tie = all(
+                item in groups and float(np.float32(groups[item])) == score
+                for item, score in zip(items, exact, strict=True)
+            )
+            if not is_tie:
+                return [(rule, {"items": expected}, answer)]
+            last = exact[-1]
+            places = [place for place in range(count) if items[place] != expected[place]]
+            at_end = all(exact[place] == last for place in places)
+            if not (loose_end and at_end):
+                return [("order", {"items": expected}, answer)]
+        if answer["short"] != (short if count < k else False):
+            return [("short", {"short": short, "k": k, "count": count}, answer)]
+        return []
+
+    def _judge_reranked(
+        self,
+        ask: Ask,
+        answer: Json,
+        generation: Generation,
+        expression: Json | None,
+        bases: list[Ranked],
+        fulls: list[Ranked],
+    ) -> list[Complaint]:
+        know = self.knowledge
+        spec = know.reranks[ask.rerank] if isinstance(ask.rerank, str) else ask.rerank
+        assert spec is not None
+        day = day_of(generation, know.events)
+        vectors = generation.items | day.new_items
+        width = generation.rules.topk
+        k = ask.k or width
+        pools = list(bases)
+        if expression is not None:
+            pools = [
+                [pair for pair in base if passes(expression, day.attributes[pair[1]])]
+                for base in bases
+            ]
+            wide = [
+                [pair for pair in full if passes(expression, day.attributes[pair[1]])][:width]
+                for full in fulls
+            ]
+            if len(answer["items"]) < k:
+                pools = wide
+            else:
+                pools += wide
+        for full in list(pools):
+            pools.append([pair for pair in full if pair[1] in generation.items])
+        reasons = [
+            complaint(pool, spec, day.attributes, vectors, k, answer["items"]) for pool in pools
+        ]
+        wrong: list[Complaint] = []
+        if all(reason is not None for reason in reasons):
+            wrong.append(
+                ("rerank", {"spec": spec, "why": reasons[0], "candidates": pools[0]}, answer)
+            )
+        scores = {item: score for pool in pools for score, item in pool}
+        for item, score in zip(answer["items"], answer["scores"], strict=True):
+            if item in scores and float(np.float32(scores[item])) != float(np.float32(score)):
+                wrong.append(("score", scores[item], [item, score]))
+                break
+        names = "+".join(name for name in ("boost", "diversify") if name in spec)
+        if answer.get("reranked") != names:
+            wrong.append(("reranked", names, answer))
+        if answer["short"] and len(answer["items"]) >= k:
+            wrong.append(("short", False, answer))
+        if (
+            not answer["short"]
+            and len(answer["items"]) < k
+            and expression is None
+            and answer["source"] != "default"
+        ):
+            wrong.append(("short", True, answer))
+        return wrong
+
+    def _judge_defaults(
+        self, ask: Ask, answer: Json, generation: Generation, view: UserView
+    ) -> list[Complaint]:
+        banned = self._banned(ask, generation)
+        items, scores = answer["items"], answer["scores"]
+        wrong = self._judge_items(ask, items, scores, banned, view.had)
+        if wrong:
+            return wrong
+        day = day_of(generation, self.knowledge.events)
+        expression = self._filter(ask, generation)
+        width = generation.rules.topk
+        k = ask.k or width
+        popular = generation.popular()
+        if len(popular) < width:
+            unpopular = generation.rank(
+                {i: 0.0 for i in generation.items if not generation.counts[i]}
+            )
+            popular = popular + unpopular
+        left_out = banned | view.had
+        base = [pair for pair in popular[:width] if pair[1] not in left_out]
+        full = [pair for pair in popular if pair[1] not in left_out]
+        if expression is not None:
+            passing = [
+                i for i in day.passing(expression) if i in generation.items and i not in left_out
+            ]
+            new = [i for i in day.passing(expression) if i in day.new_items and i not in left_out]
+            base = [pair for pair in base if passes(expression, day.attributes[pair[1]])]
+            full = [pair for pair in full if passes(expression, day.attributes[pair[1]])]
+            if ask.rerank is None:
+                wrong = self._compare(
+                    answer | {"short": False},
+                    full,
+                    min(k, len(base)),
+                    min(k, len(full)),
+                    k,
+                    False,
+                    "defaults",
+                    False,
+                )
+                if wrong and wrong[0][0] == "short":
+                    wrong = []
+                if answer["short"] and len(passing) + len(new) >= k:
+                    wrong.append(("short", {"passing": len(passing), "k": k}, answer))
+                if not answer["short"] and len(passing) + len(new) < k:
+                    wrong.append(("short", {"passing": len(passing), "k": k}, answer))
+                return wrong
+        if ask.rerank is not None:
+            return self._judge_reranked(ask, answer, generation, None, [base, full[:width]], [full])
+        return self._compare(
+            answer, full, min(k, len(base)), min(k, len(full)), k, len(full) < k, "defaults", False
+        )
+
+    # Other tables
+
+    def _judge_user_vector(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+        user = ask.entity
+        wrong: list[Complaint] = []
+        if user.id in self.knowledge.blocked_users:
+            if answer["vector"] is not None or answer.get("reason") != "entity_blocked":
+                wrong.append(("vector", "null, entity_blocked", answer))
+            return wrong
+        view = user_view(generation, user, self._events(ask, generation))
+        if user.is_sent and user.id is not None:
+            self.knowledge.stored_inputs.setdefault((generation.id, user.id), []).append(user)
+        if answer["source"] == "previous":
+            return wrong + self._judge_numbers(ask, answer, generation, view, view.vector, "vector")
+        if view.brings_vector:
+            if "events" in answer:
+                wrong.append(("events", "none: the vector is the night's", answer))
+        elif user.id is not None:
+            wrong += self._judge_events(answer, view)
+        return wrong + self._judge_numbers(ask, answer, generation, view, view.vector, "vector")
+
+    def _judge_mood(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+        user = ask.entity
+        if user.id in self.knowledge.blocked_users:
+            if answer["values"] is not None or answer.get("reason") != "entity_blocked":
+                return [("values", "null, entity_blocked", answer)]
+            return []
+        view = user_view(generation, user, self._events(ask, generation))
+        if user.is_sent and user.id is not None:
+            self.knowledge.stored_inputs.setdefault((generation.id, user.id), []).append(user)
+        wrong: list[Complaint] = []
+        if user.id is not None and not view.brings_vector and answer["source"] != "previous":
+            wrong = self._judge_events(answer, view)
+        return wrong + self._judge_numbers(ask, answer, generation, view, view.mood, "values")
+
+    def _judge_numbers(
+        self,
+        ask: Ask,
+        answer: Json,
+        generation: Generation,
+        view: UserView,
+        numbers: Vector | None,
+        rule: str,
+    ) -> list[Complaint]:
+        seen = answer[rule]
+        if numbers is None:
+            stored = self.knowledge.stored_inputs.get((generation.id, ask.entity.id or ""), [])
+            views = [user_view(generation, one, self._events(ask, generation)) for one in stored]
+            allowed = [one.vector if rule == "vector" else one.mood for one in views]
+            if seen is not None and seen not in [list(one) for one in allowed if one is not None]:
+                return [(rule, None, answer)]
+            if (
+                seen is None
+                and answer.get("reason") != "not_in_generation"
+                and not self.knowledge.impaired
+            ):
+                return [("reason", "not_in_generation", answer)]
+            return []
+        if seen != [float(np.float32(number)) for number in numbers]:
+            if seen is None and self.knowledge.impaired:
+                return []
+            return [(rule, list(numbers), answer)]
+        return []
+
+    def _judge_item_vector(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+        item = ask.entity.id or ""
+        seen = answer["vector"]
+        if item in self.knowledge.blocked_items or (seen is None and self.knowledge.impaired):
+            return []
+        expected = generation.items.get(item)
+        if expected is None:
+            return [] if seen is None and "reason" in answer else [("vector", None, answer)]
+        return [] if seen == list(expected) else [("vector", list(expected), answer)]
+
+    def _judge_similar(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+        item = ask.entity.id or ""
+        know = self.knowledge
+        banned = self._banned(ask, generation)
+        wrong = self._judge_items(ask, answer["items"], answer["scores"], banned, ())
+        if wrong or item in know.blocked_items or (know.impaired and answer["source"] == "default"):
+            return wrong
+        vector = generation.items.get(item)
+        width = generation.rules.similar
+        k = ask.k or width
+        if vector is None:
+            right = answer["items"] == [] and "reason" in answer
+            return [] if right else [("similar", "an empty list with a reason", answer)]
+        day = day_of(generation, know.events)
+        ranked = generation.rank(
+            {i: dot(vector, v) for i, v in generation.items.items() if i != item}
+        )
+        full = [pair for pair in ranked if pair[1] not in banned]
+        base = [pair for pair in ranked[:width] if pair[1] not in banned]
+        expression = self._filter(ask, generation)
+        if expression is not None:
+            passing = [pair for pair in full if passes(expression, day.attributes[pair[1]])]
+            return self._compare(
+                answer,
+                passing,
+                min(k, len(passing)),
+                min(k, len(passing)),
+                k,
+                len(passing) < k,
+                "filter",
+                False,
+            )
+        if ask.rerank is not None:
+            return self._judge_reranked(ask, answer, generation, None, [base, full[:width]], [full])
+        return self._compare(
+            answer,
+            full,
+            min(k, len(base)),
+            min(k, len(full)),
+            k,
+            len(full) < k,
+            "similar",
+            answer["source"] == "live",
+        )
+
+    def _judge_facet(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+        attribute = generation.rules.facets[ask.table]
+        value = ask.entity.id or ""
+        banned = self._banned(ask, generation)
+        wrong = self._judge_items(ask, answer["items"], answer["scores"], banned, ())
+        if wrong or (self.knowledge.impaired and answer["source"] == "default"):
+            return wrong
+        day = day_of(generation, self.knowledge.events)
+        total = generation.interactions
+
+        def has(item: str, attributes: dict[str, object] | None) -> bool:
+            held = (attributes or {}).get(attribute)
+            return value in held if isinstance(held, list) else held == value
+
+        of_night = [
+            item for item in generation.items if has(item, dict(generation.attributes[item]))
+        ]
+        width = generation.rules.facet
+        k = ask.k or width
+        ranked = generation.rank({item: generation.counts[item] / total for item in of_night})
+        base = [
+            pair
+            for pair in ranked[:width]
+            if pair[1] not in banned and has(pair[1], dict(day.attributes[pair[1]]))
+        ]
+        if not of_night:
+            right = (answer["items"], answer["source"], answer.get("reason")) == (
+                [],
+                "default",
+                "not_in_generation",
+            )
+            return [] if right else [("facet", "[], default, not_in_generation", answer)]
+        if ask.rerank is not None:
+            return self._judge_reranked(ask, answer, generation, None, [base], [base])
+        return self._compare(
+            answer, base, min(k, len(base)), min(k, len(base)), k, len(base) < k, "facet", False
+        )
+
+    # Other routes
+
+    def explain_and_ask(self, client: Client, ask: Ask) -> None:
+        """Hold an explanation against the answer that follows it."""
+        settled = self.knowledge.is_settled()
+        options = ask.options()
+        body = ask.entity.body()
+        reply = client.send(
+            "POST",
+            f"/v1/explain/{ask.table}",
+            {"entities": [body], **options},
+        )
+        if reply.status != 200:
+            self.report.violate("explain", PROMISES["explain"], 200, reply.body, client.recent[-6:])
+            return
+        answers = self.ask(client, ask)
+        self.report.count("explanations")
+        if not answers or not settled:
+            return
+        told = reply.body["answer"]
+        if ask.filter is not None and {told["tier"], answers[0]["source"]} == {"l1", "l2"}:
+            self.report.count(
+                "undecided: under a filter `explain` names the list's tier, `source` the vector's"
+            )
+            return
+        seen = [answers[0]["source"], answers[0].get("reason"), answers[0].get("live")]
+        self.report.require(
+            [told["tier"], told["reason"], told["live"]] == seen,
+            "explain",
+            PROMISES["explain"],
+            {"explained": told, "sentence": reply.body["sentence"]},
+            answers[0],
+            client.recent[-6:],
+        )
+
+    def score(
+        self, client: Client, user: Input, candidates: list[str], expression: Json | None = None
+    ) -> None:
+        """Ask `/v1/score` and judge the order, the scores and what was left out."""
+        body: Json = {"user": user.body(), "items": candidates}
+        if expression is not None:
+            body["filter"] = expression
+        know = self.knowledge
+        while True:
+            settled = know.is_settled()
+            reply = client.send("POST", "/v1/score", body)
+            self.report.count("scores")
+            if reply.status != 200:
+                wrong: list[Complaint] = [("status", 200, reply.body)]
+            else:
+                answer = reply.body
+                know.answered[answer["table"], answer["source"]] += 1
+                if "reason" in answer:
+                    know.reasons[answer["table"], answer["reason"]] += 1
+                if "events" in answer:
+                    know.with_events[answer["table"]] += 1
+                wrong = self._judge_score(user, candidates, expression, answer)
+            if not wrong:
+                return
+            if settled:
+                for rule, expected, seen in wrong:
+                    self.report.violate(rule, PROMISES[rule], expected, seen, client.recent[-12:])
+                return
+            time.sleep(0.05)
+
+    def _judge_score(
+        self, user: Input, candidates: list[str], expression: Json | None, answer: Json
+    ) -> list[Complaint]:
+        know = self.knowledge
+        if answer["generation"] not in know.allowed:
+            return [("generation", sorted(know.allowed), answer["generation"])]
+        generation = know.generations[answer["generation"]]
+        view = user_view(generation, user, know.events)
+        if user.id in know.blocked_users or know.impaired:
+            return []
+        day = day_of(generation, know.events)
+        known = [item for item in candidates if item in generation.items]
+        blocked = [item for item in known if item in know.blocked_items]
+        if set(answer["blocked"]) & set(answer["items"]) or set(blocked) & set(answer["items"]):
+            return [("banned", sorted(blocked), answer)]
+        excluded = [item for item in known if item in (user.history or ())]
+        open_ = [item for item in known if item not in blocked and item not in excluded]
+        if expression is not None:
+            failing = [item for item in open_ if not passes(expression, day.attributes[item])]
+            if set(failing) & set(answer["items"]):
+                return [("passes", failing, answer)]
+            open_ = [item for item in open_ if item not in failing]
+        if view.vector is None:
+            stored = know.stored_inputs.get((generation.id, user.id or ""), [])
+            return [] if stored or not answer["scores"] else [("score route", "no scores", answer)]
+        vectors = [view.vector]
+        if user.country is not None and not view.is_live:
+            told = user_view(generation, Input(None, user.history, user.country), []).vector
+            vectors += [told] if told is not None else []
+        seen = [
+            (float(np.float32(s)), i)
+            for s, i in zip(answer["scores"], answer["items"], strict=True)
+        ]
+        wrong: list[Complaint] = []
+        rankings = [
+            [
+                (float(np.float32(score)), item)
+                for score, item in generation.rank(
+                    {i: dot(vector, generation.items[i]) for i in set(open_)}
+                )
+            ]
+            for vector in vectors
+        ]
+        if seen not in rankings:
+            ordered = [score for score, _ in seen] == sorted(
+                (score for score, _ in seen), reverse=True
+            )
+            if not (ordered and sorted(seen) in [sorted(ranking) for ranking in rankings]):
+                wrong.append(("score route", rankings, answer))
+            else:
+                self.report.count(
+                    "undecided: equal scores of /v1/score in another order than the catalogue's"
+                )
+        if sorted(answer["unknown"]) != sorted(
+            {item for item in candidates if item not in generation.items}
+        ):
+            wrong.append(
+                ("score route", "unknown: those that the generation does not have", answer)
+            )
+        counted = {view.events} if len(vectors) == 1 else {view.events, 0}
+        if (
+            not view.brings_vector
+            and answer.get("events", 0) not in counted
+            and user.id is not None
+        ):
+            wrong.append(("events", view.events, answer))
+        return wrong
+
+    def learn_order(self, client: Client, id_: str, countries: int) -> None:
+        """Read the catalogue's order off lists whose scores are all equal."""
+        del countries
+        generation = self.knowledge.generations[id_]
+        seen: list[str] = []
+        zero = Input(None, (), 0)
+        while True:
+            reply = client.lookup(
+                "user_topk",
+                [zero.body()],
+                k=generation.rules.topk,
+                filter=EVERYTHING,
+                exclude=seen,
+                generation=id_,
+            )
+            client.recent.clear()
+            if reply.status != 200:
+                raise AssertionError(f"the catalogue's order cannot be read: {reply.body}")
+            answer = reply.body["answers"][0]
+            self.knowledge.answered[answer["table"], answer["source"]] += 1
+            if "reason" in answer:
+                self.knowledge.reasons[answer["table"], answer["reason"]] += 1
+            seen += [item for item in answer["items"] if item in generation.items]
+            if answer["short"]:
+                break
+        missing = set(generation.items) - set(seen) - self.knowledge.blocked_items
+        self.report.require(
+            not missing and all(score == 0 for score in answer["scores"]),
+            "filter",
+            PROMISES["filter"],
+            "every item of the catalogue, all with score 0",
+            {"missing": sorted(missing), "answer": answer},
+            client.recent[-3:],
+        )
+        generation.order.update({item: place for place, item in enumerate(seen)})

@@ -1,0 +1,98 @@
+"""What an audit covered and found."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+SHOWN_OF_A_KIND = 2
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A broken promise: the rule, the sentence of the documents, and how to see it."""
+
+    rule: str
+    promise: str
+    expected: str
+    seen: str
+    recipe: tuple[str, ...]
+    scenario: str = ""
+
+
+@dataclass
+class Report:
+    """Counts of what was checked, and violations by rule; known ones do not hide others."""
+
+    seed: int
+    counts: Counter[str] = field(default_factory=Counter)
+    violations: dict[str, list[Violation]] = field(default_factory=dict)
+    scenario: str = ""
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Count something that was covered."""
+        self.counts[what] += number
+
+    def violate(
+        self, rule: str, promise: str, expected: object, seen: object, recipe: Iterable[str]
+    ) -> None:
+        """Record a violation."""
+        self.violations.setdefault(rule, []).append(
+            Violation(rule, promise, _text(expected), _text(seen), tuple(recipe), self.scenario)
+        )
+
+    def require(
+        self,
+        holds: bool,
+        rule: str,
+        promise: str,
+        expected: object,
+        seen: object,
+        recipe: Iterable[str],
+    ) -> bool:
+        """Count a check, and record a violation if it does not hold."""
+        self.counts["checks"] += 1
+        self.counts[f"rule {rule}"] += 1
+        if not holds:
+            self.violate(rule, promise, expected, seen, recipe)
+        return holds
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was violated."""
+        return not self.violations
+
+    def lines(self) -> list[str]:
+        """Return the report as text: coverage, then each kind of violation with recipes."""
+        lines = [f"seed {self.seed}", "covered:"]
+        lines += [
+            f"  {number:>8,} {what}"
+            for what, number in sorted(
+                self.counts.items(), key=lambda pair: (pair[0].startswith("rule "), pair[0])
+            )
+        ]
+        for rule, violations in sorted(self.violations.items()):
+            lines.append(f"VIOLATED {rule}: {len(violations)} times")
+            for violation in violations[:SHOWN_OF_A_KIND]:
+                lines += [
+                    f"  scenario {violation.scenario}",
+                    f"  promise  {violation.promise}",
+                    f"  expected {violation.expected}",
+                    f"  seen     {violation.seen}",
+                    "  recipe",
+                    *(f"    {line}" for line in violation.recipe),
+                ]
+        total = sum(len(violations) for violations in self.violations.values())
+        lines.append(
+            f"{total} violations of {len(self.violations)} rules; seed {self.seed}"
+            if total
+            else f"no violation; seed {self.seed}"
+        )
+        return lines
+
+
+def _text(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) < 1_500 else text[:1_500] + " ..."
