@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tests.audit.processes import scratch_folder
 from tests.audit.report import Report
-from tests.audit.scenarios import SCENARIOS, Stage
+from tests.audit.scenarios import SCENARIOS
+from tests.audit.scenarios.stage import Stage
 from tests.audit.shop import Servers
 
 

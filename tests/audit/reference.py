@@ -319,15 +319,15 @@ def user_view(generation: Generation, user: Input, events: list[Event]) -> UserV
         vector = vector_of_own
     elif country is not None and (has_record or own):
         vector = generation.model.user_vector(history_of(with_events)[-limit:], country)
+    elif has_record:
+        is_fallback = True
+        assert night_country is not None
+        vector = generation.model.user_vector(history_of(clicks)[-limit:], night_country)
     elif user.country is not None:
         is_live = True
         told = keep_last((*(user.history or ()), *(event.item or "" for event in actions)))
         told = [item for item in told if item in generation.items]
         vector = generation.model.user_vector(told[-limit:], user.country)
-    elif has_record:
-        is_fallback = True
-        assert night_country is not None
-        vector = generation.model.user_vector(history_of(clicks)[-limit:], night_country)
     else:
         vector = None
     mood_country = (

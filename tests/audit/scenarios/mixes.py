@@ -1,34 +1,12 @@
-"""Scenarios: what is done to a shop while its answers are judged."""
+"""Random questions beside everything that can be done to a shop."""
 
 from __future__ import annotations
 
 import random
 import signal
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
-from tests.audit.report import Report
-from tests.audit.shop import Servers, Shape, Shop
-
-
-@dataclass
-class Stage:
-    """What a scenario gets: a folder, the Redis servers, the report, a seed and a deadline."""
-
-    folder: Path
-    servers: Servers
-    report: Report
-    seed: int
-    deadline: float
-
-    def is_over(self) -> bool:
-        """Return whether the scenario's time is used up."""
-        return time.monotonic() > self.deadline
-
-
-Scenario = Callable[[Stage], None]
+from tests.audit.scenarios.stage import Stage
+from tests.audit.shop import Shape, Shop
 
 
 def run_mix(stage: Stage) -> None:
@@ -140,6 +118,3 @@ def run_small(stage: Stage) -> None:
         shop.compare_metrics()
     finally:
         shop.close()
-
-
-SCENARIOS: dict[str, Scenario] = {"mix": run_mix, "small": run_small}

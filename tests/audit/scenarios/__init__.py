@@ -1,0 +1,19 @@
+"""Scenarios: what is done to a shop while its answers are judged."""
+
+from __future__ import annotations
+
+from tests.audit.scenarios.access import run_access
+from tests.audit.scenarios.intake import run_intake
+from tests.audit.scenarios.mixes import run_mix, run_small
+from tests.audit.scenarios.releases import run_canary, run_experiment
+from tests.audit.scenarios.stage import Scenario
+
+SCENARIOS: dict[str, Scenario] = {
+    "mix": run_mix,
+    "canary": run_canary,
+    "experiment": run_experiment,
+    "intake": run_intake,
+    "access": run_access,
+    "small": run_small,
+}
+"""Scenarios by name, in the order in which an audit of all runs them."""

@@ -1,0 +1,41 @@
+"""What a scenario gets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.audit.report import Report
+from tests.audit.shop import Servers
+
+
+@dataclass
+class Stage:
+    """A folder, the Redis servers, the report, a seed and a deadline."""
+
+    folder: Path
+    servers: Servers
+    report: Report
+    seed: int
+    deadline: float
+
+    def is_over(self) -> bool:
+        """Return whether the scenario's time is used up."""
+        return time.monotonic() > self.deadline
+
+    def require(
+        self,
+        holds: bool,
+        rule: str,
+        promise: str,
+        expected: object,
+        seen: object,
+        recipe: Iterable[str] = (),
+    ) -> bool:
+        """Count a check, and record a violation if it does not hold."""
+        return self.report.require(holds, rule, promise, expected, seen, recipe)
+
+
+Scenario = Callable[[Stage], None]
