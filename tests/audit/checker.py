@@ -112,6 +112,8 @@ class Knowledge:
     """Whether live lists are exact: models in fp32 and a flat index."""
     impaired: bool = False
     """Whether Redis is away or lost pages: later rungs of the ladder may answer."""
+    events_away: bool = False
+    """Whether the Redis of events is away: answers may say that they lack some."""
     changed_at: float = 0.0
     stored_inputs: dict[tuple[str, str], list[Input]] = field(default_factory=dict)
     answered: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -207,7 +209,7 @@ class Checker:
             wrong.append(
                 ("echo", [ask.entity.id, ask.table], [answer.get("id"), answer.get("table")])
             )
-        if answer.get("stale") and not know.impaired and know.is_settled():
+        if answer.get("stale") and not know.impaired and not know.events_away and know.is_settled():
             wrong.append(("stale", "no `stale`", answer["stale"]))
         id_ = answer["generation"]
         if ask.generation is not None:

@@ -308,7 +308,9 @@ def user_view(generation: Generation, user: Input, events: list[Event]) -> UserV
     known = user.id is not None and generation.knows_user(user.id)
     vector_of_own = generation.vectors.get(user.id or "")
     has_record = known and (vector_of_own is not None or night_country is not None)
-    brought = list(enumerate(actions, start=len(clicks)))
+    new = {event.item for event in events if event.features is not None}
+    counted = [event for event in actions if event.item in generation.items or event.item in new]
+    brought = list(enumerate(counted, start=len(clicks)))
     with_events = clicks + [(event.time, place, event.item or "") for place, event in brought]
     recent = frozenset(event.item or "" for event in actions)
     sent = frozenset(user.history or ())

@@ -311,7 +311,9 @@ class Shop:
 
     def serve(self, *options: str, environment: Mapping[str, str] | None = None) -> Service:
         """Start a service and learn the catalogue's order from it."""
-        service = Service(self.site, options, dict(environment or {})).start()
+        service = Service(self.site, options, dict(environment or {}))
+        service.client.token = service.environment.get("LARDER_TOKEN")
+        service.start()
         self.services.append(service)
         self.knowledge.answered.clear()
         self.knowledge.reasons.clear()
@@ -444,6 +446,7 @@ class Shop:
             client.recent[-3:],
         )
         now = time.time()
+        self.new_items += [str(event["item"]) for event in events if "features" in event]
         for index, event in enumerate(events):
             if index not in rejected:
                 self.log_event(event, receipt["position"], now)
@@ -503,7 +506,6 @@ class Shop:
                 )
             else:
                 item = f"new {self.world.seed}/{self.sent_events}-{number}"
-                self.new_items.append(item)
                 attributes = draw_attributes(rng)
                 drawn.append(
                     {
@@ -516,7 +518,9 @@ class Shop:
         return drawn
 
     def draw_item(self, rng: random.Random) -> str:
-        """Draw an item of the catalogue, now and then a new one."""
+        """Draw an item of the catalogue, now and then a new one, or one that nobody has."""
+        if rng.random() < 0.02:
+            return "no-such-item"
         if self.new_items and rng.random() < 0.05:
             return rng.choice(self.new_items)
         return rng.choice(list(self.world.items))

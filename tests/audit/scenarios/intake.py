@@ -240,6 +240,7 @@ def _lose_events(stage: Stage, shop: Shop, rng: random.Random) -> None:
         [reply.status, reply.body],
         ["kill the Redis of events", *shop.client.recent[-1:]],
     )
+    shop.knowledge.events_away = True
     for _ in range(10):
         shop.ask_once(rng)
     shop.servers.events.start()
@@ -252,6 +253,7 @@ def _lose_events(stage: Stage, shop: Shop, rng: random.Random) -> None:
     shop.knowledge.change()
     stage.report.count("losses of the Redis of events")
     wait_until(shop.knowledge.is_settled, 6, "the replica has caught up", 0.1)
+    shop.knowledge.events_away = False
     for _ in range(15):
         shop.ask_once(rng)
 
