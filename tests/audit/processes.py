@@ -83,7 +83,7 @@ class RedisServer:
         return self.command("PING") == b"+PONG\r\n"
 
     def command(self, *words: str) -> bytes:
-        """Send one command; return the first bytes of its reply, empty if nobody answers."""
+        """Send one command; return its reply as it came, empty if nobody answers."""
         parts = [f"*{len(words)}\r\n".encode()]
         for word in words:
             text = word.encode()
@@ -92,7 +92,13 @@ class RedisServer:
             with socket.create_connection(("127.0.0.1", self.port), 2) as connection:
                 connection.sendall(b"".join(parts))
                 connection.settimeout(5)
-                return connection.recv(65536)
+                reply = b""
+                while _reply_end(reply, 0) is None:
+                    part = connection.recv(1 << 20)
+                    if not part:
+                        break
+                    reply += part
+                return reply
         except OSError:
             return b""
 
@@ -102,6 +108,24 @@ class RedisServer:
             self.process.send_signal(how)
             self.process.wait(20)
             self.process = None
+
+
+def _reply_end(reply: bytes, start: int) -> int | None:
+    """Return where the reply that begins at `start` ends, or None if it is not complete."""
+    line_end = reply.find(b"\r\n", start)
+    if line_end < 0:
+        return None
+    kind, rest, end = reply[start : start + 1], reply[start + 1 : line_end], line_end + 2
+    if kind == b"$" and int(rest) >= 0:
+        end += int(rest) + 2
+        return end if end <= len(reply) else None
+    if kind == b"*":
+        for _ in range(int(rest)):
+            after = _reply_end(reply, end)
+            if after is None:
+                return None
+            end = after
+    return end
 
 
 @dataclass(frozen=True)
