@@ -34,7 +34,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu mutants-env mutants feast-env judges-env audit-env audit licences package-env package chart-env chart openapi-lint docs-env docs-site docs lock clean
+.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu mutants-env mutants feast-env judges-env audit-env audit licences package-env package chart-env chart openapi-lint docs-env docs-site docs lock clean audit-answers
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,9 @@ judges-env: env  ## LoadGen and libCacheSim in .venv-judges, for the benches `lo
 audit-env: env  ## pip-audit in .venv-audit, from a lock of its own
 	@test -x .venv-audit/bin/python || $(UV) venv -q --python $(BIN)/python .venv-audit
 	@VIRTUAL_ENV=$(CURDIR)/.venv-audit $(UV) pip sync -q --require-hashes infra/locks/audit.txt
+
+audit-answers: env  ## answers against the documents alone, ten minutes of real processes; SEED=... repeats a run
+	@$(BIN)/python -m tests.audit --seed $(SEED)
 
 audit: audit-env  ## advisories on what the locks pin; fails as well where no source of them can be asked
 	@$(BIN)/python -m infra.dependencies.audit

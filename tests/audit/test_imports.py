@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ALLOWED = {
-    "__future__", "argparse", "ast", "base64", "collections", "contextlib", "dataclasses", "datetime", "hashlib",
+    "__future__", "argparse", "ast", "collections", "concurrent", "contextlib", "dataclasses", "datetime", "hashlib",
     "http", "itertools", "json", "math", "os", "pathlib", "random", "shutil", "signal", "socket", "ssl",
     "struct", "subprocess", "sys", "tempfile", "threading", "time", "traceback", "typing", "urllib",
     "numpy", "onnx", "pyarrow", "pytest",

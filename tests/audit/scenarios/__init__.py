@@ -20,4 +20,7 @@ SCENARIOS: dict[str, Scenario] = {
     "nights": run_nights,
     "small": run_small,
 }
-"""Scenarios by name, in the order in which an audit of all runs them."""
+"""Scenarios by name."""
+
+ALL = [name for name in SCENARIOS if name != "small"]
+"""Names of what an audit runs by default; the mix does all that the small one does."""

@@ -15,6 +15,8 @@ from tests.audit.values import Json
 
 EVENTS = "docs/how-to/send-events.md: "
 ERASE = "docs/how-to/erase-somebody.md: "
+LEASE_S = 60
+"""Seconds that tell a stored answer from a lease, by what is left of its life."""
 SECRET = "somebody-9f3a71"
 """Id of a user that is erased: long enough to be searched for in bytes."""
 
@@ -265,6 +267,31 @@ def _keys(shop: Shop, pattern: str) -> set[str]:
     return {line for line in lines if line and line[0] not in "*$"}
 
 
+def _wait_for_overlays(shop: Shop, pattern: str, before: set[str]) -> set[str]:
+    """Wait until live answers are stored; return their keys."""
+    wait_until(lambda: bool(_keys(shop, pattern) - before), 5, "a live answer is stored", 0.05)
+    redis = shop.servers.pages
+    return {
+        key
+        for key in _keys(shop, pattern) - before
+        if int(redis.command("TTL", key)[1:-2]) > LEASE_S
+    }
+
+
+def _require_gone(stage: Stage, shop: Shop, rule: str, overlays: set[str], keys: set[str]) -> None:
+    stage.require(
+        not overlays & keys,
+        rule,
+        ERASE + "deletes its overlays",
+        "none of these keys",
+        sorted(overlays & keys),
+        [
+            *shop.client.recent[-8:],
+            "larder erase USER; then read the keys larder:1:NS:w:* of the Redis of pages",
+        ],
+    )
+
+
 def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     """Who is erased is blocked at once, forgotten by the next nights, and nothing of it stays behind."""
     stranger = f"stranger-{SECRET}"
@@ -273,29 +300,26 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     history = tuple(list(shop.world.items)[:4])
     for user in (stranger, SECRET):
         shop.checker.ask(shop.client, Ask("user_topk", Input(user, history, 3)))
+    plain = _wait_for_overlays(shop, pattern, before)
     shop.send_events(
         [
             {"user": user, "item": shop.draw_item(rng), "id": f"erase {user}"}
             for user in (stranger, SECRET)
         ]
     )
-    for user in (stranger, SECRET):
-        shop.checker.ask(shop.client, Ask("user_topk", Input(user, history, 3)))
-        shop.checker.ask(shop.client, Ask("user_vector", Input(user, history, 3)))
-    overlays = _keys(shop, pattern) - before
-    stage.report.count("overlays of who is erased", len(overlays))
-    for user in (stranger, SECRET):
-        shop.erase(user)
+    wait_until(shop.knowledge.is_settled, 5, "the events have travelled", 0.1)
+    shop.erase(stranger)
+    _require_gone(stage, shop, "erased overlays", plain, _keys(shop, pattern))
+    shop.checker.ask(shop.client, Ask("user_topk", Input(SECRET, history, 3)))
+    shop.checker.ask(shop.client, Ask("user_vector", Input(SECRET, history, 3)))
+    with_events = _wait_for_overlays(shop, pattern, before | plain)
+    stage.report.count("overlays of who is erased", len(plain | with_events))
+    shop.erase(SECRET)
     shop.erase(
         next(item for item in shop.world.items if item not in shop.erased_items), as_item=True
     )
-    stage.require(
-        not overlays & _keys(shop, pattern),
-        "erased overlays",
-        ERASE + "deletes its overlays",
-        "none of these keys",
-        sorted(overlays & _keys(shop, pattern)),
-        shop.client.recent[-8:],
+    _require_gone(
+        stage, shop, "erased overlays of answers with events", with_events, _keys(shop, pattern)
     )
     for user in (stranger, SECRET):
         for table in ("user_topk", "user_vector", "mood"):
