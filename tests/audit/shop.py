@@ -305,10 +305,17 @@ class Shop:
         """Wait until a service says that it serves the live generation."""
 
         def is_live() -> bool:
+            if not service.client.is_ready():
+                return False
             reply = service.client.send("GET", "/v1/generations")
             return reply.status == 200 and reply.body["live"]["generation"] == self.live
 
         wait_until(is_live, 20, f"the service on port {service.port} serves {self.live}")
+
+    def serve_early(self) -> None:
+        """Start a service before there is a generation: it is ready when the first night has published one."""
+        service = Service(self.site).start(ready=False)
+        self.services.append(service)
 
     def serve(self, *options: str, environment: Mapping[str, str] | None = None) -> Service:
         """Start a service and learn the catalogue's order from it."""
@@ -557,7 +564,7 @@ class Shop:
         if kind == "nobody":
             return Input(f"nobody {rng.randrange(5)}")
         history = tuple(dict.fromkeys(self.draw_item(rng) for _ in range(rng.randrange(0, 8))))
-        country = rng.randrange(COUNTRIES) if rng.random() < 0.9 else None
+        country = rng.randrange(COUNTRIES) if rng.random() < 0.9 or not history else None
         if rng.random() < 0.2:
             history = (*history, "unheard of")
         if kind == "known and sent":

@@ -99,9 +99,9 @@ def run_small(stage: Stage) -> None:
     shop = Shop.make(
         stage.folder / "small", stage.servers, stage.report, stage.seed, shape, "small"
     )
-    shop.night()
-    shop.serve()
+    shop.serve_early()
     try:
+        shop.night()
         for seed in range(stage.seed, stage.seed + SMALL_SEEDS):
             rng = random.Random(f"small {seed}")
             if seed == stage.seed + 2:
@@ -113,7 +113,7 @@ def run_small(stage: Stage) -> None:
                 shop.world.change_items(rng, 1)
                 shop.night()
             shop.send_events(shop.draw_events(rng, 8))
-            for _ in range(45):
+            for _ in range(32):
                 shop.ask_once(rng, [shop.live])
         shop.compare_metrics()
     finally:
