@@ -114,6 +114,8 @@ class Knowledge:
     """Whether Redis is away or lost pages: later rungs of the ladder may answer."""
     events_away: bool = False
     """Whether the Redis of events is away: answers may say that they lack some."""
+    order: list[str] = field(default_factory=list)
+    """Items as the catalogue has them, also those that are blocked since they were seen."""
     changed_at: float = 0.0
     stored_inputs: dict[tuple[str, str], list[Input]] = field(default_factory=dict)
     answered: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -439,7 +441,7 @@ class Checker:
         is_stored = view.is_stored
         marks_end = items if answer["producer"] == "live" else ()
         night = dict(generation.items)
-        everything = night | day.new_items
+        everything = night if ask.stored_only else night | day.new_items
         by_night = view.had - view.recent if is_stored else view.had
         ranked = generation.rank_by(
             view.vector, {i: v for i, v in night.items() if i not in by_night}
@@ -682,7 +684,11 @@ class Checker:
             passing = [
                 i for i in day.passing(expression) if i in generation.items and i not in left_out
             ]
-            new = [i for i in day.passing(expression) if i in day.new_items and i not in left_out]
+            new = [
+                i
+                for i in day.passing(expression)
+                if i in day.new_items and i not in left_out and not ask.stored_only
+            ]
             base = [pair for pair in base if passes(expression, day.attributes[pair[1]])]
             full = [pair for pair in full if passes(expression, day.attributes[pair[1]])]
             if ask.rerank is None:
@@ -935,6 +941,9 @@ class Checker:
         self, user: Input, candidates: list[str], expression: Json | None, answer: Json
     ) -> list[Complaint]:
         know = self.knowledge
+        if answer["source"] == "previous":
+            self.report.count("scores by the previous generation")
+            return []
         if answer["generation"] not in know.allowed:
             return [("generation", sorted(know.allowed), answer["generation"])]
         generation = know.generations[answer["generation"]]
@@ -1033,4 +1042,18 @@ class Checker:
             {"missing": sorted(missing), "answer": answer},
             client.recent[-3:],
         )
+        earlier = [item for item in self.knowledge.order if item in generation.items]
+        common = [item for item in earlier if item in set(seen)]
+        self.report.require(
+            common == [item for item in seen if item in set(earlier)],
+            "order",
+            PROMISES["order"],
+            common,
+            seen,
+            ["ask for a list whose scores are all equal, in two generations"],
+        )
+        for place, item in enumerate(earlier):
+            if item not in seen:
+                seen.insert(seen.index(earlier[place - 1]) + 1 if place else 0, item)
+        self.knowledge.order = seen
         generation.order.update({item: place for place, item in enumerate(seen)})
