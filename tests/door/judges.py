@@ -1,0 +1,154 @@
+"""Two independent readers of HTTP/1.1, which say where the messages of a stream end: h11, and Node's llhttp."""
+
+import base64
+import contextlib
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import h11
+
+NODE = shutil.which("node")
+_NODE_JUDGE = Path(__file__).with_name("node_judge.js")
+_ROOMY = 1 << 24
+"""Bytes of a head that a judge reads: bounds are the product's own affair."""
+
+End = Literal["clean", "closed", "refused", "silent"]
+"""How a stream ends for a judge: behind a whole message, behind one that closes the connection, in bytes that are no
+message, or in a message behind which it reads no more HTTP."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One request as a judge reads it."""
+
+    method: str
+    target: str
+    version: str
+    fields: tuple[tuple[str, str], ...]
+    """Names in lower case, with their values."""
+    body: bytes
+
+    @property
+    def framing(self) -> tuple[str, str, bytes]:
+        """The parts that say where the message begins and ends."""
+        return self.method, self.target, self.body
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A stream as a judge reads it; `first_bytes` is the length of the first message, if the judge says it."""
+
+    messages: tuple[Message, ...]
+    end: End
+    why: str = ""
+    first_bytes: int | None = None
+
+
+class Judge(Protocol):
+    """A reader of streams."""
+
+    name: str
+
+    def read(self, stream: bytes) -> Reading:
+        """Read a stream behind which the sender closes its side."""
+
+
+class H11Judge:
+    """h11, as a server that refuses every upgrade."""
+
+    name = "h11"
+
+    def read(self, stream: bytes) -> Reading:
+        """Read a stream behind which the sender closes its side."""
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_ROOMY)
+        messages: list[Message] = []
+        first_bytes: int | None = None
+        request: h11.Request | None = None
+        body = b""
+        try:
+            connection.receive_data(stream)
+            connection.receive_data(b"")
+            while True:
+                event = connection.next_event()
+                if isinstance(event, h11.Request):
+                    request, body = event, b""
+                elif isinstance(event, h11.Data):
+                    body += bytes(event.data)
+                elif isinstance(event, h11.EndOfMessage) and request is not None:
+                    messages.append(_message(request, body))
+                    if first_bytes is None:
+                        first_bytes = len(stream) - len(connection.trailing_data[0])
+                    connection.send(
+                        h11.Response(status_code=404, headers=[("Content-Length", "0")])
+                    )
+                    connection.send(h11.EndOfMessage())
+                    if connection.our_state is not h11.DONE:
+                        return Reading(tuple(messages), "closed", first_bytes=first_bytes)
+                    connection.start_next_cycle()
+                else:
+                    return Reading(tuple(messages), "clean", first_bytes=first_bytes)
+        except h11.RemoteProtocolError as error:
+            return Reading(tuple(messages), "refused", str(error), first_bytes)
+
+
+def _message(request: h11.Request, body: bytes) -> Message:
+    return Message(
+        request.method.decode("latin-1"), request.target.decode("latin-1"), request.http_version.decode("latin-1"),
+        tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers), body,
+    )  # fmt: skip
+
+
+class NodeJudge:
+    """Node's HTTP server, whose parser is llhttp; one program for many streams."""
+
+    name = "llhttp"
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+        self.version = self._reply()["version"]
+
+    def read(self, stream: bytes) -> Reading:
+        """Read a stream behind which the sender closes its side."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(base64.b64encode(stream) + b"\n")
+        self._process.stdin.flush()
+        reply = self._reply()
+        messages = tuple(
+            Message(
+                message["method"], message["target"], message["version"],
+                tuple((name.lower(), value) for name, value in message["fields"]), base64.b64decode(message["body"]),
+            )
+            for message in reply["messages"]
+        )  # fmt: skip
+        return Reading(messages, reply["end"], reply["why"])
+
+    def _reply(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "Node ended"
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+@contextlib.contextmanager
+def node_judge() -> Iterator[NodeJudge]:
+    """Run Node's judge."""
+    assert NODE is not None
+    process = subprocess.Popen(
+        [NODE, f"--max-http-header-size={_ROOMY}", str(_NODE_JUDGE)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield NodeJudge(process)
+    finally:
+        process.kill()
+        process.wait(10)
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()

@@ -1,0 +1,159 @@
+"""The rule that is held at the door: nothing is taken whose end another reader would see elsewhere.
+
+A stream of bytes is sent on one connection, and the sender closes its side. Two judges (h11, and llhttp in Node's HTTP
+server) read the same stream. Each gives the messages that it takes, and how the stream ends: *clean* behind a whole
+message, *closed* behind one whose sender asked for that, *refused* in bytes that are no whole message, or *silent*
+behind a request for another protocol, where llhttp stops. A service gives answers. An answer is a *refusal* if its
+status is one of `REFUSALS` and it closes the connection; all others are *taken*. A message's framing is its method, its
+target and the bytes of its body. Then:
+
+1. A refusal is the last answer, and behind the last answer no byte comes.
+2. Answer number i, taken, is the answer to message number i of every judge: the judge has such a message, the framings
+   of the judges are the same, and the ids of the answer, if it has any, are those that this message asks for. A plain
+   lookup (`asks_for`) is answered with 200 and its ids.
+3. Without a refusal the service has taken as many messages as every judge that is not silent, and no judge refuses.
+4. With a refusal it may have taken fewer messages than the judges: a service may be stricter, never more lenient. In
+   particular what a judge refuses is never taken.
+
+Where a judge is stricter than the RFCs demand, so that a service may take what it refuses, `LENIENCIES` names the case.
+That judge then says nothing about the messages from there on, and the other one still has to agree.
+
+Texts of errors, and which refusal it is, are not compared.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tests.door.judges import Message, Reading
+from tests.door.wire import Answer, Exchange
+
+REFUSALS = frozenset({400, 408, 413, 429, 431, 501, 503, 505})
+"""Statuses with which a service refuses to read on: those of the grammar, and those of its bounds."""
+
+_TARGET = re.compile(r"/v1/lookup/user_topk/([0-9A-Za-z]{1,20})\?k=1")
+_TAB_BEHIND_LENGTH = re.compile(rb"(?i)\r\ncontent-length:[ \t]*\d+ *\t[ \t]*\r\n")
+_PLAIN_FIELDS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
+
+
+class Leniency(NamedTuple):
+    """A refusal of a judge that a service need not share, and the reason."""
+
+    judge: str
+    applies: Callable[[Reading, bytes], bool]
+    reason: str
+
+
+LENIENCIES: list[Leniency] = [
+    Leniency(
+        "h11", lambda reading, _stream: reading.why == "no request line received",
+        "RFC 9112, section 2.2: a server should ignore an empty line before a request; h11 refuses it",
+    ),
+    Leniency(
+        "llhttp",
+        lambda reading, stream: (
+            reading.why == "HPE_INVALID_CONTENT_LENGTH" and bool(_TAB_BEHIND_LENGTH.search(stream))
+        ),
+        "RFC 9110, section 5.6.3: a tab behind a value is no part of it; llhttp 9.3 refuses it behind a length",
+    ),
+]  # fmt: skip
+
+
+def violations(
+    readings: dict[str, Reading], exchange: Exchange, stream: bytes, *, before: int = 0
+) -> list[str]:
+    """The ways in which a service's answers break the rule; `before` answers are to requests in front of the stream."""
+    answers = exchange.answers[before:]
+    broken = [f"bytes that are no answer: {exchange.leftover[:80]!r}"] if exchange.leftover else []
+    refusals = [number for number, answer in enumerate(answers) if is_refusal(answer)]
+    taken = [answer for answer in answers if not is_refusal(answer)]
+    if refusals and refusals != [len(answers) - 1]:
+        broken.append(f"answer {refusals[0]} of {len(answers)} is a refusal, and not the last one")
+    bound = {
+        name: reading for name, reading in readings.items()
+        if not _is_lenient(name, reading, stream, len(taken))
+    }  # fmt: skip
+    for number, answer in enumerate(taken):
+        broken += _violations_of_one(number, answer, bound, readings)
+    if not refusals:
+        for name, reading in bound.items():
+            if len(taken) < len(reading.messages):
+                broken.append(
+                    f"{name} takes {len(reading.messages)} messages, {len(taken)} are answered"
+                )
+            if reading.end == "refused":
+                broken.append(
+                    f"{name} refuses the end ({reading.why}), the service refuses nothing"
+                )
+    return broken
+
+
+def is_refusal(answer: Answer) -> bool:
+    """Return True if the answer refuses to read on."""
+    return answer.status in REFUSALS and answer.is_last
+
+
+def asks_for(message: Message) -> list[str] | None:
+    """The ids that a plain lookup asks for; None for any other message."""
+    if {name for name, _ in message.fields} - _PLAIN_FIELDS:
+        return None
+    if message.method == "GET" and (target := _TARGET.fullmatch(message.target)):
+        return [target[1]]
+    if message.method == "POST" and message.target == "/v1/lookup/user_topk":
+        try:
+            document = json.loads(message.body)
+        except ValueError:
+            return None
+        if isinstance(document, dict) and set(document) == {"entities", "k"} and document["k"] == 1:
+            entities = document["entities"]
+            if (
+                isinstance(entities, list)
+                and entities
+                and all(isinstance(i, str) for i in entities)
+            ):
+                return list(entities)
+    return None
+
+
+def _violations_of_one(
+    number: int, answer: Answer, bound: dict[str, Reading], readings: dict[str, Reading]
+) -> list[str]:
+    if any(name.startswith("hidden") for name in answer.ids):
+        return [f"answer {number} is that of a hidden request: {answer.ids}"]
+    missing = [name for name, reading in bound.items() if number >= len(reading.messages)]
+    if missing:
+        why = "; ".join(f"{name} refuses it ({readings[name].why})" for name in missing)
+        return [f"answer {number} ({answer.status} {answer.ids}) is to no message: {why}"]
+    messages = [r.messages[number] for r in readings.values() if number < len(r.messages)]
+    if not messages:
+        return [
+            f"answer {number} ({answer.status} {answer.ids}) is to a message that no judge takes"
+        ]
+    framings = {message.framing for message in messages}
+    if len(framings) > 1:
+        return [
+            f"answer {number}: the judges differ in what it answers, and it was taken: {framings}"
+        ]
+    wanted = asks_for(messages[0])
+    if wanted is not None and (answer.status != 200 or (answer.body and answer.ids != wanted)):
+        return [
+            f"answer {number} is {answer.status} {answer.ids} {answer.body[:80]!r}, asked was {wanted}"
+        ]
+    if wanted is None and answer.ids and not _could_ask_for(messages[0], answer.ids):
+        return [f"answer {number} has the ids {answer.ids}, its message does not name them"]
+    return []
+
+
+def _could_ask_for(message: Message, ids: Sequence[str]) -> bool:
+    sent = f"{message.target} {message.body.decode('latin-1')}"
+    return all(name in sent for name in ids)
+
+
+def _is_lenient(name: str, reading: Reading, stream: bytes, taken: int) -> bool:
+    """Return True if the service has come to where this judge is silent, or refuses what a service may take."""
+    if reading.end not in ("refused", "silent") or taken < len(reading.messages):
+        return False
+    return reading.end == "silent" or any(
+        leniency.judge == name and leniency.applies(reading, stream) for leniency in LENIENCIES
+    )
