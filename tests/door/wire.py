@@ -139,7 +139,9 @@ def _next_answer(received: bytes, *, is_head: bool) -> tuple[Answer | None, byte
     fields = {
         name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
     }
-    if is_head or status in _NO_BODY:
+    # A refusal is written before anything is known of the method.
+    is_without_body = is_head and (not behind or behind.startswith(b"HTTP/1."))
+    if is_without_body or status in _NO_BODY:
         return Answer(status, fields, b""), behind
     if "chunked" in fields.get("transfer-encoding", ""):
         return _chunked_answer(status, fields, behind, received)

@@ -1,0 +1,154 @@
+"""A proxy before a real Redis, which replaces chosen replies by malformed ones."""
+
+import contextlib
+import socket
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from tests.forged.malformations import MALFORMATIONS
+from tests.forged.resp import command_name, command_words, reply_end
+
+PUSHED = "(pushed)"
+"""Name of what a server sends without a command."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The replies to forge: of one command, that of this number since the order was given, or all; and how."""
+
+    command: str
+    malformation: str
+    number: int | None = None
+
+
+class ForgingProxy:
+    """Pass on what clients of a Redis send, and forge what one order says."""
+
+    def __init__(self, upstream: tuple[str, int]) -> None:
+        self._upstream = upstream
+        self._lock = threading.Lock()
+        self._order: Order | None = None
+        self._since_order: Counter[str] = Counter()
+        self._last: dict[str, bytes] = {}
+        self._connections: set[_Connection] = set()
+        self.replies: Counter[str] = Counter()
+        """Replies by the command that they answer."""
+        self.forged = 0
+        """Replies that were replaced."""
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listening.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def forge(self, order: Order | None) -> None:
+        """Follow this order from now on; None: forge nothing."""
+        with self._lock:
+            self._order, self.forged = order, 0
+            self._since_order.clear()
+
+    def drop_connections(self) -> None:
+        """End all connections, so that clients open new ones."""
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.close()
+
+    def close(self) -> None:
+        """Take no more connections, and end those that are open."""
+        self._listening.close()
+        self.drop_connections()
+
+    def replaced(self, command: str, reply: bytes) -> tuple[bytes, bool]:
+        """The bytes for a client in place of a reply, and whether its connection ends."""
+        with self._lock:
+            number, order = self._since_order[command], self._order
+            self._since_order[command] += 1
+            self.replies[command] += 1
+            before, self._last[command] = self._last.get(command, b""), reply
+            if order is None or order.command != command or order.number not in (None, number):
+                return reply, False
+            self.forged += 1
+        forgery = MALFORMATIONS[order.malformation](reply, before)
+        return forgery.data, forgery.ends
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+                server = socket.create_connection(self._upstream)
+            except OSError:
+                return
+            for end in (client, server):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = _Connection(self, client, server)
+            with self._lock:
+                self._connections.add(connection)
+            connection.start()
+
+    def forget(self, connection: "_Connection") -> None:
+        """Forget a connection that has ended."""
+        with self._lock:
+            self._connections.discard(connection)
+
+
+@dataclass(eq=False)
+class _Connection:
+    proxy: ForgingProxy
+    client: socket.socket
+    server: socket.socket
+    _commands: deque[str] = field(default_factory=deque)
+
+    def start(self) -> None:
+        threading.Thread(target=self._pass_commands, daemon=True).start()
+        threading.Thread(target=self._pass_replies, daemon=True).start()
+
+    def close(self) -> None:
+        for end in (self.client, self.server):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        self.proxy.forget(self)
+
+    def _pass_commands(self) -> None:
+        waiting = b""
+        with contextlib.suppress(OSError, ValueError):
+            while data := self.client.recv(1 << 16):
+                waiting += data
+                at = 0
+                while (parsed := command_words(waiting, at)) is not None:
+                    words, at = parsed
+                    self._commands.append(command_name(words))
+                sent, waiting = waiting[:at], waiting[at:]
+                self.server.sendall(sent)
+        self.close()
+
+    def _pass_replies(self) -> None:
+        waiting = b""
+        with contextlib.suppress(OSError, ValueError):
+            while data := self.server.recv(1 << 16):
+                waiting += data
+                at, out, ends = 0, [], False
+                while not ends and (end := reply_end(waiting, at)) is not None:
+                    reply, at = waiting[at:end], end
+                    is_push = reply[:1] == b">" or not self._commands
+                    command = PUSHED if is_push else self._commands.popleft()
+                    forged, ends = self.proxy.replaced(command, reply)
+                    out.append(forged)
+                waiting = waiting[at:]
+                self.client.sendall(b"".join(out))
+                if ends:
+                    break
+        self.close()
+
+
+@contextlib.contextmanager
+def forging(redis_url: str) -> Iterator[ForgingProxy]:
+    """Run a proxy before the Redis of this URL."""
+    address = urlsplit(redis_url)
+    proxy = ForgingProxy((address.hostname or "127.0.0.1", address.port or 6379))
+    try:
+        yield proxy
+    finally:
+        proxy.close()

@@ -1,0 +1,65 @@
+"""Where the replies and commands of Redis' protocol end, read from bytes; what they mean is left alone."""
+
+_LINES = b"+-:_,#(!=$"
+_COUNTED = {b"*": 1, b"~": 1, b">": 1, b"%": 2, b"|": 2}
+_BULK = b"$=!"
+
+
+def reply_end(data: bytes, at: int = 0) -> int | None:
+    """Where the first reply from `at` on ends; None if it is not whole. Raises ValueError for what is none."""
+    pending = 1
+    while pending:
+        stop = data.find(b"\r\n", at)
+        if stop < 0:
+            return None
+        kind, text = data[at : at + 1], data[at + 1 : stop]
+        pending -= 1
+        at = stop + 2
+        if kind in _COUNTED:
+            pending += max(0, int(text)) * _COUNTED[kind]
+            pending += kind == b"|"  # attributes stand before the reply that they belong to
+        elif kind and kind in _BULK:
+            if int(text) >= 0:
+                at += int(text) + 2
+        elif not kind or kind not in _LINES:
+            raise ValueError(f"no reply begins with {kind!r}")
+        if at > len(data):
+            return None
+    return at
+
+
+def command_words(data: bytes, at: int = 0) -> tuple[list[bytes], int] | None:
+    """Words of the first command from `at` on, and where it ends; None if it is not whole."""
+    end = reply_end(data, at)
+    if end is None:
+        return None
+    words, at = [], data.index(b"\r\n", at) + 2
+    while at < end:
+        stop = data.index(b"\r\n", at)
+        size = int(data[at + 1 : stop])
+        words.append(data[stop + 2 : stop + 2 + size])
+        at = stop + 2 + size + 2
+    return words, end
+
+
+_PARENTS = (
+    "CLIENT",
+    "CLUSTER",
+    "CONFIG",
+    "FUNCTION",
+    "SCRIPT",
+    "XGROUP",
+    "XINFO",
+    "ACL",
+    "MEMORY",
+    "OBJECT",
+    "COMMAND",
+)
+
+
+def command_name(words: list[bytes]) -> str:
+    """Name of a command in capitals, with that of its subcommand."""
+    name = words[0].decode("latin-1").upper()
+    if name in _PARENTS and len(words) > 1:
+        return f"{name} {words[1].decode('latin-1').upper()}"
+    return name
