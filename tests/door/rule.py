@@ -11,9 +11,10 @@ target and the bytes of its body. Then:
 2. Answer number i, taken, is the answer to message number i of every judge: the judge has such a message, the framings
    of the judges are the same, and the ids of the answer, if it has any, are those that this message asks for. A plain
    lookup (`asks_for`) is answered with 200 and its ids.
-3. Without a refusal the service has taken as many messages as every judge that is not silent, and no judge refuses.
-4. With a refusal it may have taken fewer messages than the judges: a service may be stricter, never more lenient. In
-   particular what a judge refuses is never taken.
+3. Unless the last answer is a refusal, or says that the connection ends, the service has taken as many messages as
+   every judge that is not silent, and no judge refuses.
+4. With such an answer it may have taken fewer messages than the judges: a service may be stricter, never more lenient.
+   In particular what a judge refuses is never taken.
 
 Where a judge is stricter than the RFCs demand, so that a service may take what it refuses, `LENIENCIES` names the case.
 That judge then says nothing about the messages from there on, and the other one still has to agree.
@@ -76,7 +77,7 @@ def violations(
     }  # fmt: skip
     for number, answer in enumerate(taken):
         broken += _violations_of_one(number, answer, bound, readings)
-    if not refusals:
+    if not (answers and answers[-1].is_last):
         for name, reading in bound.items():
             if len(taken) < len(reading.messages):
                 broken.append(

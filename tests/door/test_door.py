@@ -25,7 +25,6 @@ NGINX = shutil.which(
 )
 SEED = int(os.environ.get("LARDER_SEED", "0"))
 MINUTES = float(os.environ.get("LARDER_FUZZ_MINUTES", "10"))
-TRIES = 5
 SHORT_BYTES = 2_000
 """Streams that are longer are not cut at every byte."""
 
@@ -95,11 +94,15 @@ def ask(
     longest = max(readings.values(), key=lambda reading: len(reading.messages))
     methods = [message.method for message in longest.messages]
     methods = methods[:1] * len(apart) + methods
-    # Under a backlog the service drops a connection whose peer has closed its side already, without a word.
-    for _ in range(TRIES):
+    answered = Exchange([], b"")
+
+    def is_answered() -> bool:
+        nonlocal answered
         answered = exchange(service.address, pieces, methods, apart=apart)
-        if answered.answers or answered.leftover:
-            break
+        return bool(answered.answers or answered.leftover)
+
+    # For a second behind a backlog the service drops connections whose peers have closed their side, without a word.
+    until(is_answered, 6, every_s=1.5)
     return answered
 
 

@@ -264,12 +264,14 @@ class Nights:
 
     world: World
     service: RunningService
-    redis: "Redis[bytes]"
+    redis: Redis
     pointer_key: bytes
 
     def pointer(self) -> bytes:
         """The pointer as it stands in Redis."""
-        return bytes(self.redis.get(self.pointer_key) or b"")
+        value = self.redis.get(self.pointer_key)
+        assert isinstance(value, bytes)
+        return value
 
     def run(self, order: Order | None) -> tuple[int, str, int]:
         """Exit code and all output of a night that has new work to do, under an order; the replies forged."""
