@@ -32,7 +32,12 @@ _HOST = re.compile(
     # RFC 3986 allows a comma in a name. Here it would be two Host fields that somebody joined.
     rb"(?:\[[0-9A-Fa-f:.]{2,}\]|(?:[0-9A-Za-z\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?"
 )
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]+)(?:;[\t\x20-\x7e\x80-\xff]*)?\r\n")
+_CHUNK_SIZE = re.compile(
+    # An extension is a name, with or without a value. RFC 9112 lets no sender write the blanks that it allows between.
+    rb"([0-9A-Fa-f]+)(?:;[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+    rb"(?:=(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+    rb'|"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"))?)*\r\n'
+)
 _TINY_SIZES = {b"%x\r\n" % size: size for size in range(1, 16)}
 _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n")
 _LINE_BYTES_MAX = 8 << 10

@@ -47,7 +47,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in pairwise(ends)]
 
 
-SIZES = st.sampled_from(["%x", "%X", "0%x", "000%x", "%x;a", "%x;a=b", '%x;a="b"'])
+SIZES = st.sampled_from(["%x", "%X", "0%x", "000%x", "%x;a", "%x;a=b", '%x;a="b"', '%x;a="b c;";d'])
 TRAILERS = st.sampled_from([b"", b"X: y\r\n", b"Connection: close\r\nA:\r\n"])
 
 
@@ -87,7 +87,7 @@ def test_bytes_that_the_parser_refuses_are_refused(sent: bytes, place: int) -> N
 
 @pytest.mark.parametrize("sent", [
     b"\r\n", b"x\r\n", b"-1\r\n", b"+1\r\n", b"0x1\r\n", b" 1\r\n", b"1 \r\n", b"1\n", b"1\r\r\n",
-    b"1;\x00\r\n", b"1;a\nb\r\n",
+    b"1;\x00\r\n", b"1;a\nb\r\n", b"1;\r\n", b"1;;a\r\n", b"1; a\r\n", b"1;a=\r\n", b"1;a b\r\n", b'1;a="b\r\n',
     b"fffffffffffffffff\r\n", b"1\r\nab\r\n", b"1\r\na\n", b"1\r\na\r\r\n", b"0\r\nno colon\r\n", b"0\r\n X: y\r\n",
     b"0\r\nX : y\r\n", b"0\r\nX: a\rb\r\n", b"0\r\nX: y\n", b"0\r\n: y\r\n", b"1;" + b"a" * 9_000,
 ])  # fmt: skip
