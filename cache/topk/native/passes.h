@@ -37,7 +37,12 @@ static void scan_plain(const work_space *work, user_chunk *chunk, int64_t first,
 #include <immintrin.h>
 
 #define FOR_AVX2 __attribute__((target("avx2")))
-#define FOR_VNNI __attribute__((target("avx2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")))
+#if defined(__clang__)
+#define WIDE "" /* clang ignores all of an attribute that names a width */
+#else
+#define WIDE ",prefer-vector-width=512"
+#endif
+#define FOR_VNNI __attribute__((target("avx2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni" WIDE)))
 #define FOR_AMX __attribute__((target("avx2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8")))
 
 FOR_AVX2 static void shrink_avx2(const void *work, user_state *user, int final) {

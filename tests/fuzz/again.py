@@ -1,0 +1,24 @@
+"""`python -m tests.fuzz.again EXTENSION FILE`: give the functions an input that a fuzzer wrote down once more."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.fuzz.build import FOLDERS, build_fuzzable, environment, find_clang
+
+
+def main(words: list[str]) -> int:
+    """Build and run; the exit code of the run."""
+    extension = next(known for known in FOLDERS if known == words[0])
+    clang = find_clang()
+    if clang is None:
+        print("no clang with libFuzzer here")
+        return 2
+    built = build_fuzzable(clang, extension, Path(tempfile.mkdtemp(prefix="larder-fuzz-")))
+    command = [sys.executable, "-m", "tests.fuzz", extension, str(built), words[1]]
+    return subprocess.run(command, env=environment(clang.asan), check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

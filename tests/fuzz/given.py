@@ -1,0 +1,55 @@
+"""Arguments of functions, read from the bytes that a fuzzer makes."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+_DELICATE = (
+    0, 1, -1, 7, 8, 15, 16, 17, 63, 64, 127, 128, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**48,
+    2**62, 2**63 - 1, -(2**31), -(2**63),
+)  # fmt: skip
+
+
+class Given:
+    """A reader of bytes; behind their end all is zero."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def raw(self, size: int) -> bytes:
+        """The next bytes, at most so many."""
+        taken = self._data[self._at : self._at + size]
+        self._at += size
+        return taken
+
+    def rest(self) -> bytes:
+        """All bytes that are left."""
+        return self.raw(len(self._data))
+
+    def number(self, low: int, high: int) -> int:
+        """An integer within bounds, both included."""
+        span = high - low + 1
+        size = (span.bit_length() + 7) // 8
+        return low + int.from_bytes(self.raw(size), "little") % span
+
+    def delicate(self, high: int | None = None) -> int:
+        """An integer where arithmetic is delicate, or a small one."""
+        choice = self.number(0, 255)
+        value = _DELICATE[choice % len(_DELICATE)] if choice & 1 else choice >> 1
+        return value if high is None else min(value, high)
+
+    def is_true(self) -> bool:
+        """A truth value."""
+        return bool(self.number(0, 1))
+
+    def text(self, high: int) -> bytes:
+        """Bytes of any length up to a bound."""
+        return self.raw(self.number(0, high))
+
+    def texts(self, count: int, high: int) -> list[bytes]:
+        """A list of bytes, at most `count` of them."""
+        return [self.text(high) for _ in range(self.number(0, count))]
+
+    def array(self, dtype: str, count: int) -> NDArray[np.generic]:
+        """An array of this many values from the next bytes; zeros behind their end."""
+        size = np.dtype(dtype).itemsize * count
+        return np.frombuffer(self.raw(size).ljust(size, b"\0"), dtype).copy()
