@@ -34,7 +34,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu mutants-env mutants feast-env judges-env audit-env audit licences package-env package chart-env chart openapi-lint docs-env docs-site docs lock clean audit-answers
+.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu mutants-env mutants feast-env judges-env audit-env audit licences package-env package chart-env chart openapi-lint docs-env docs-site docs lock clean audit-answers door forged fuzz
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,19 @@ test: env  ## the quick tests, with a real Redis and a real Airflow
 
 storm: env  ## the long counts, with a printed seed
 	@$(PYTEST) -m "storm or slow" --ignore=tests/upgrade
+
+# Of each of the three, about so many minutes are random.
+door forged fuzz: MINUTES ?= 10
+door forged fuzz: LONG = export LARDER_FUZZ_MINUTES=$(MINUTES); $(PYTEST) -s -m "storm or not storm"
+
+door: env  ## request streams on both transports and behind nginx, judged by h11 and Node's llhttp; MINUTES=, SEED=
+	@$(LONG) tests/door
+
+forged: env  ## a service and nights before a Redis whose replies are replaced by malformed ones; MINUTES=, SEED=
+	@$(LONG) tests/forged
+
+fuzz: env  ## the C extensions under sanitizers, and libFuzzer against their twins in Python; MINUTES=, SEED=
+	@$(LONG) tests/fuzz
 
 installs: env  ## each lock and each extra in an environment of its own, its program run once
 	@$(PYTEST) -m installs tests/installs

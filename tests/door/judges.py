@@ -45,6 +45,8 @@ class Reading:
 
     messages: tuple[Message, ...]
     end: End
+    begun: int
+    """Messages whose heads were read: one more than `messages` where the stream ends, or is wrong, within a body."""
     why: str = ""
     first_bytes: int | None = None
 
@@ -70,6 +72,7 @@ class H11Judge:
         first_bytes: int | None = None
         request: h11.Request | None = None
         body = b""
+        begun = 0
         try:
             connection.receive_data(stream)
             connection.receive_data(b"")
@@ -77,6 +80,7 @@ class H11Judge:
                 event = connection.next_event()
                 if isinstance(event, h11.Request):
                     request, body = event, b""
+                    begun += 1
                 elif isinstance(event, h11.Data):
                     body += bytes(event.data)
                 elif isinstance(event, h11.EndOfMessage) and request is not None:
@@ -88,12 +92,12 @@ class H11Judge:
                     )
                     connection.send(h11.EndOfMessage())
                     if connection.our_state is not h11.DONE:
-                        return Reading(tuple(messages), "closed", first_bytes=first_bytes)
+                        return Reading(tuple(messages), "closed", begun, first_bytes=first_bytes)
                     connection.start_next_cycle()
                 else:
-                    return Reading(tuple(messages), "clean", first_bytes=first_bytes)
+                    return Reading(tuple(messages), "clean", begun, first_bytes=first_bytes)
         except h11.RemoteProtocolError as error:
-            return Reading(tuple(messages), "refused", str(error), first_bytes)
+            return Reading(tuple(messages), "refused", begun, str(error), first_bytes)
 
 
 def _message(request: h11.Request, body: bytes) -> Message:
@@ -125,7 +129,7 @@ class NodeJudge:
             )
             for message in reply["messages"]
         )  # fmt: skip
-        return Reading(messages, reply["end"], reply["why"])
+        return Reading(messages, reply["end"], reply["begun"], reply["why"])
 
     def _reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -15,6 +15,8 @@ target and the bytes of its body. Then:
    every judge that is not silent, and no judge refuses.
 4. With such an answer it may have taken fewer messages than the judges: a service may be stricter, never more lenient.
    In particular what a judge refuses is never taken.
+5. A message whose head the judges have read, and whose body breaks off or is wrong, may be answered with an error that
+   does not depend on the body (404, 405 and the like). That is the last answer.
 
 Where a judge is stricter than the RFCs demand, so that a service may take what it refuses, `LENIENCIES` names the case.
 That judge then says nothing about the messages from there on, and the other one still has to agree.
@@ -76,8 +78,12 @@ def violations(
         if not _is_lenient(name, reading, stream, len(taken))
     }  # fmt: skip
     for number, answer in enumerate(taken):
-        broken += _violations_of_one(number, answer, bound, readings)
-    if not (answers and answers[-1].is_last):
+        broken += _violations_of_one(number, answer, bound, readings, count=len(answers))
+    last = len(answers) - 1
+    is_ended = bool(answers) and (
+        answers[last].is_last or _is_before_the_end(last, answers[last], bound)
+    )
+    if not is_ended:
         for name, reading in bound.items():
             if len(taken) < len(reading.messages):
                 broken.append(
@@ -118,8 +124,15 @@ def asks_for(message: Message) -> list[str] | None:
 
 
 def _violations_of_one(
-    number: int, answer: Answer, bound: dict[str, Reading], readings: dict[str, Reading]
+    number: int,
+    answer: Answer,
+    bound: dict[str, Reading],
+    readings: dict[str, Reading],
+    *,
+    count: int,
 ) -> list[str]:
+    if number == count - 1 and _is_before_the_end(number, answer, bound):
+        return []
     missing = [name for name, reading in bound.items() if number >= len(reading.messages)]
     if missing:
         why = "; ".join(f"{name} refuses it ({readings[name].why})" for name in missing)
@@ -142,6 +155,13 @@ def _violations_of_one(
     if wanted is None and answer.ids and not _could_ask_for(messages[0], answer.ids):
         return [f"answer {number} has the ids {answer.ids}, its message does not name them"]
     return []
+
+
+def _is_before_the_end(number: int, answer: Answer, bound: dict[str, Reading]) -> bool:
+    """Return True if an error answers a message within which each judge stops."""
+    return 400 <= answer.status < 500 and bool(bound) and all(
+        len(reading.messages) == number and reading.begun > number for reading in bound.values()
+    )
 
 
 def _could_ask_for(message: Message, ids: Sequence[str]) -> bool:

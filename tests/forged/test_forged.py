@@ -28,7 +28,7 @@ from tests.forged.proxy import PUSHED, ForgingProxy, Order, forging
 from tests.forged.resp import command_name, command_words, reply_end
 
 SEED = int(os.environ.get("LARDER_SEED", "0"))
-MINUTES = float(os.environ.get("LARDER_FUZZ_MINUTES", "10"))
+MINUTES = float(os.environ.get("LARDER_FUZZ_MINUTES", "5"))
 TABLE = "/v1/lookup/user_topk"
 K = 5
 GROWTH_MAX_BYTES = 96 << 20
