@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 
-from tests.polling import until
-
 LARDER = Path(sys.executable).with_name("larder")
 USERS = [letter + digit for letter in string.ascii_letters for digit in string.digits]
 """Ids of the shop's users: two characters each, so that bodies which name one are equally long."""
@@ -34,6 +32,10 @@ choose = false
 """
 _ANNOUNCED = "Larder serves on "
 _START_S = 60.0
+
+
+class StartFailed(AssertionError):
+    """A service ended before it announced itself; its log is the message."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def started(shop: Shop, log: Path, **more: str) -> Iterator[RunningService]:
         assert process.stdout is not None
         for line in process.stdout:
             lines.put(line)
+        lines.put("")
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -136,6 +139,8 @@ def started(shop: Shop, log: Path, **more: str) -> Iterator[RunningService]:
         line = ""
         while not line.startswith(_ANNOUNCED):
             line = lines.get(timeout=_START_S)
+            if not line:
+                raise StartFailed(f"the service ended at its start: {log.read_text()}")
         host, _, port = line.removeprefix(_ANNOUNCED).strip().rpartition("/")[2].rpartition(":")
         yield RunningService(process.pid, host, int(port))
     except Empty as error:
@@ -179,9 +184,3 @@ http {{
     finally:
         process.terminate()
         process.wait(10)
-
-
-__all__ = [
-    "ITEMS", "USERS", "RunningService", "Shop", "clean_environ", "free_port", "listens", "nginx", "open_shop",
-    "started", "until",
-]  # fmt: skip

@@ -159,8 +159,12 @@ def _violations_of_one(
 
 def _is_before_the_end(number: int, answer: Answer, bound: dict[str, Reading]) -> bool:
     """Return True if an error answers a message within which each judge stops."""
-    return 400 <= answer.status < 500 and bool(bound) and all(
-        len(reading.messages) == number and reading.begun > number for reading in bound.values()
+    return (
+        400 <= answer.status < 500
+        and bool(bound)
+        and all(
+            len(reading.messages) == number and reading.begun > number for reading in bound.values()
+        )
     )
 
 

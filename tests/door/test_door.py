@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.blackbox import Shop, free_port, listens, nginx, open_shop, started, until
+from tests.blackbox import Shop, free_port, listens, nginx, open_shop, started
 from tests.door.corpus import Case, get, read_corpus
 from tests.door.judges import NODE, H11Judge, Judge, Reading, node_judge
 from tests.door.mutations import mutated
 from tests.door.rule import REFUSALS, is_refusal, violations
 from tests.door.wire import Answer, Exchange, all_bytes, exchange
+from tests.polling import until
 
 CASES = read_corpus()
 NGINX = shutil.which(

@@ -72,9 +72,14 @@ def build_sanitized(gcc: str, folder: Path) -> dict[str, str]:
             str(built),
             "-lm",
         )
+    return sanitized_environment(gcc) | {"PYTHONPATH": str(folder)}
+
+
+def sanitized_environment(gcc: str) -> dict[str, str]:
+    """The environment of a Python that loads what gcc has built with sanitizers."""
     libasan = _library(gcc, "libasan.so")
     assert libasan is not None
-    return environment(libasan) | {"PYTHONPATH": str(folder)}
+    return environment(libasan)
 
 
 def build_fuzzable(clang: Clang, extension: Extension, folder: Path) -> Path:
