@@ -34,7 +34,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu mutants-env mutants feast-env judges-env audit-env audit licences package-env package chart-env chart openapi-lint docs-env docs-site docs lock clean audit-answers door forged fuzz
+.PHONY: help env demo serve test storm installs upgrade-test lint check format bench torch-env gpu mutants-env mutants feast-env judges-env advisories-env advisories audit licences package-env package chart-env chart openapi-lint docs-env docs-site docs lock clean door forged fuzz
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -131,14 +131,14 @@ judges-env: env  ## LoadGen and libCacheSim in .venv-judges, for the benches `lo
 	@test -x .venv-judges/bin/python || $(UV) venv -q --python $(BIN)/python .venv-judges
 	@VIRTUAL_ENV=$(CURDIR)/.venv-judges $(UV) pip sync -q --require-hashes tests/bench/judges/requirements.txt
 
-audit-env: env  ## pip-audit in .venv-audit, from a lock of its own
+advisories-env: env  ## pip-audit in .venv-audit, from a lock of its own
 	@test -x .venv-audit/bin/python || $(UV) venv -q --python $(BIN)/python .venv-audit
 	@VIRTUAL_ENV=$(CURDIR)/.venv-audit $(UV) pip sync -q --require-hashes infra/locks/audit.txt
 
-audit-answers: env  ## answers against the documents alone, ten minutes of real processes; SEED=... repeats a run
+audit: env  ## answers against the documents alone, ten minutes of real processes; SEED=... repeats a run
 	@$(BIN)/python -m tests.audit --seed $(SEED)
 
-audit: audit-env  ## advisories on what the locks pin; fails as well where no source of them can be asked
+advisories: advisories-env  ## advisories on what the locks pin; fails as well where no source of them can be asked
 	@$(BIN)/python -m infra.dependencies.audit
 
 licences: env  ## the licence of what the locks pin; fails for one that is not allowed

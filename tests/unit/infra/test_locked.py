@@ -15,7 +15,7 @@ def test_each_environment_of_the_run_is_made_by_hash() -> None:
         if re.search(rf"\b{target}\b", run)
     }
 
-    assert len(syncs["judges-env"]) == len(syncs["audit-env"]) == 1
+    assert len(syncs["judges-env"]) == len(syncs["advisories-env"]) == 1
     lines = [line for found in syncs.values() for line in found]
     assert [line for line in lines if "--require-hashes" not in line] == []
 
