@@ -53,6 +53,8 @@ PROMISES = {
     "reranked": "docs/how-to/re-rank-answers.md: The answer says what was done",
     "vector": f"{API}: Embedding; null: there is none",
     "values": f"{API}: Model outputs; null: there are none",
+    "values of who brings a vector": f"{API}: An id with a record in the generation is answered from that record, "
+    "whatever is sent",
     "defaults": f"{API}: Defaults are the items with the most interactions",
     "facet": f"{FILTERS}: the 100 best items whose `category` is ...; they have the order of the defaults",
     "similar": f"{API}: `item_similar`: lists of items by an item's vector",
@@ -748,7 +750,10 @@ class Checker:
         wrong: list[Complaint] = []
         if user.id is not None and not view.brings_vector and answer["source"] != "previous":
             wrong = self._judge_events(answer, view)
-        return wrong + self._judge_numbers(ask, answer, generation, view, view.mood, "values")
+        complaints = self._judge_numbers(ask, answer, generation, view, view.mood, "values")
+        if view.brings_vector and view.events and user.is_sent:
+            complaints = [("values of who brings a vector", one[1], one[2]) for one in complaints]
+        return wrong + complaints
 
     def _judge_numbers(
         self,
@@ -1008,9 +1013,8 @@ class Checker:
             wrong.append(("events", view.events, answer))
         return wrong
 
-    def learn_order(self, client: Client, id_: str, countries: int) -> None:
+    def learn_order(self, client: Client, id_: str) -> None:
         """Read the catalogue's order off lists whose scores are all equal."""
-        del countries
         generation = self.knowledge.generations[id_]
         seen: list[str] = []
         zero = Input(None, (), 0)

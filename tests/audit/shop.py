@@ -299,7 +299,7 @@ class Shop:
         for service in self.services:
             self.wait_live(service)
         if self.services:
-            self.checker.learn_order(self.client, id_, COUNTRIES)
+            self.checker.learn_order(self.client, id_)
 
     def wait_live(self, service: Service) -> None:
         """Wait until a service says that it serves the live generation."""
@@ -327,7 +327,7 @@ class Shop:
         self.knowledge.reasons.clear()
         self.knowledge.with_events.clear()
         if self.live and not self.generation.order:
-            self.checker.learn_order(service.client, self.live, COUNTRIES)
+            self.checker.learn_order(service.client, self.live)
         return service
 
     def restart(self, how: signal.Signals) -> None:
@@ -396,7 +396,7 @@ class Shop:
             return knowledge.is_settled()
 
         wait_until(sees_all, 10, "changes have travelled", 0.1)
-        self.checker.learn_order(self.client, id_, COUNTRIES)
+        self.checker.learn_order(self.client, id_)
 
     def erase(self, id_: str, as_item: bool = False) -> None:
         """Erase a user or an item: blocked at once, left out of every night from now on."""

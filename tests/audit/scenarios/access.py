@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import ssl
@@ -111,7 +110,7 @@ def _try_tokens(stage: Stage, shop: Shop) -> None:
             )
         client.close()
     _revoke(stage, shop, service, file, tokens["feedback"])
-    _try_quotas(stage, shop, service, file, tokens["read"])
+    _try_quotas(stage, shop, service, file)
     _count_tokens(stage, service, used)
     _roll_workers(stage, shop, service, tokens["read"])
     shop.close()
@@ -130,7 +129,6 @@ def _revoke(stage: Stage, shop: Shop, service: Service, file: Path, token: str) 
             client.close()
         return statuses == {401}
 
-    began = time.monotonic()
     try:
         wait_until(is_refused, 5, "every worker refuses the token", 0.05)
     except AssertionError as error:
@@ -142,10 +140,9 @@ def _revoke(stage: Stage, shop: Shop, service: Service, file: Path, token: str) 
             [],
         )
     stage.report.count("revocations")
-    del began
 
 
-def _try_quotas(stage: Stage, shop: Shop, service: Service, file: Path, read: str) -> None:
+def _try_quotas(stage: Stage, shop: Shop, service: Service, file: Path) -> None:
     rate = 20
     by_request = _add_token(shop, file, "r", "--scope", "read", "--requests-per-s", str(rate))
     by_entity = _add_token(
@@ -210,7 +207,6 @@ def _try_quotas(stage: Stage, shop: Shop, service: Service, file: Path, read: st
                 passed,
             )
     _try_large_batch(stage, service, by_entity, users, rate)
-    del read
 
 
 def _wait_for_room(service: Service, token: str, users: list[str]) -> None:
@@ -513,4 +509,3 @@ def _try_overload(stage: Stage, shop: Shop) -> None:
     stage.report.count("refusals under overload", statuses[503])
     know.impaired = False
     know.change()
-    json.dumps(sorted(statuses.items()))

@@ -76,7 +76,7 @@ def _start_canary(shop: Shop, trial: str) -> None:
     shop.knowledge.allowed = {shop.live, trial}
     shop.report.count("canaries")
     if not shop.knowledge.generations[trial].order:
-        shop.checker.learn_order(shop.client, trial, 0)
+        shop.checker.learn_order(shop.client, trial)
 
 
 def _wait_for_canary(shop: Shop, trial: str | None) -> None:
@@ -223,7 +223,7 @@ def run_experiment(stage: Stage) -> None:
         control.knowledge.allowed = {control.live, arm_generation}
         generations = {"control": control.live, "b": arm_generation, None: control.live}
         _wait_for_arm(control, "ranker=b")
-        control.checker.learn_order(control.client, arm_generation, 0)
+        control.checker.learn_order(control.client, arm_generation)
         arms: dict[str, str | None] = {}
         _ask_arms(stage, control, rng, arms, generations, 90)
         inside = sum(arm is not None for arm in arms.values()) / len(arms)
@@ -376,14 +376,10 @@ def _block_in_arm(stage: Stage, control: Shop, other: Shop, rng: random.Random) 
             item,
             control.client.recent[-1:],
         )
-    answer = control.client.lookup(
-        "user_topk", [user], arm="ranker=control", exclude=before["items"][1:]
-    ).body
-    known = control.generation
-    items = answer["answers"][0]["items"]
-    if item in known.items and answer["answers"][0]["short"]:
-        stage.report.count("undecided: the blocked item of an arm beyond the control's list")
-    del items
+    answers = control.checker.ask(
+        control.client, Ask("user_topk", Input(user), arm="ranker=control")
+    )
+    stage.report.count("lists of the control beside a block in the arm", len(answers))
     other.site.run("unblock", "--item", item)
     control.knowledge.change()
     wait_until(control.knowledge.is_settled, 5, "the unblocking has travelled", 0.1)
