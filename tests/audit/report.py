@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 SHOWN_OF_A_KIND = 2
 KNOWN = {
-    "values of who brings a vector": "a user with a vector, a record in a value table and a newer event is answered from "
-    "the features that a request sends",
+    "values of who brings a vector": "with a newer event, the features that a request sends take the place of the "
+    "night's in a value table",
     "erased overlays of answers with events": "an answer that counts events stays in Redis until its life is over",
 }
 """Violations that the product still has, by rule: they are counted and shown, and fail no audit."""
