@@ -103,7 +103,10 @@ def forget(
 def drop_overlays(
     config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
 ) -> int:
-    """Unlink every overlay these entities can have, in every generation the registry knows; how many there were."""
+    """Unlink every overlay under the ids of these entities, in all generations the registry knows; how many there were.
+
+    Those that count newer events lie under a digest that names nobody: they expire, and are not served meanwhile.
+    """
     names = [
         name
         for generation in sorted(control.rows())

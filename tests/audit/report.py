@@ -11,7 +11,6 @@ SHOWN_OF_A_KIND = 2
 KNOWN = {
     "values of who brings a vector": "with a newer event, the features that a request sends take the place of the "
     "night's in a value table",
-    "erased overlays of answers with events": "an answer that counts events stays in Redis until its life is over",
 }
 """Violations that the product still has, by rule: they are counted and shown, and fail no audit."""
 

@@ -17,6 +17,9 @@ EVENTS = "docs/how-to/send-events.md: "
 ERASE = "docs/how-to/erase-somebody.md: "
 LEASE_S = 60
 """Seconds that tell a stored answer from a lease, by what is left of its life."""
+OVERLAY_TTL_S = 600
+GONE = -2
+"""Answer of Redis to TTL of a key that is not there."""
 SECRET = "somebody-9f3a71"
 """Id of a user that is erased: long enough to be searched for in bytes."""
 
@@ -282,7 +285,7 @@ def _require_gone(stage: Stage, shop: Shop, rule: str, overlays: set[str], keys:
     stage.require(
         not overlays & keys,
         rule,
-        ERASE + "deletes its overlays",
+        ERASE + "deletes the overlays under its id",
         "none of these keys",
         sorted(overlays & keys),
         [
@@ -318,8 +321,14 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     shop.erase(
         next(item for item in shop.world.items if item not in shop.erased_items), as_item=True
     )
-    _require_gone(
-        stage, shop, "erased overlays of answers with events", with_events, _keys(shop, pattern)
+    lives_s = [int(shop.servers.pages.command("TTL", key)[1:-2]) for key in sorted(with_events)]
+    stage.require(
+        all(life_s == GONE or 0 <= life_s <= OVERLAY_TTL_S for life_s in lives_s),
+        "life of answers with events of who is erased",
+        ERASE + "expires within the service's `overlay_ttl_s` (ten minutes)",
+        f"at most {OVERLAY_TTL_S} s",
+        lives_s,
+        ["larder erase USER; then read the TTL of the keys larder:1:NS:w:* of the Redis of pages"],
     )
     for user in (stranger, SECRET):
         for table in ("user_topk", "user_vector", "mood"):
