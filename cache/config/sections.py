@@ -95,7 +95,7 @@ class TableConfig:
     k: Annotated[int, Field(ge=1, le=1000)] = 100
     """Number of items of a list."""
     precision: Precision = "f2"
-    """Precision of stored numbers: float16, float32 or int8."""
+    """Precision of stored numbers: float16, float32 or, of vectors alone, int8."""
     value: str | None = None
     """Model output that a table of kind `value` holds."""
     metric: Literal["inner_product", "cosine"] | None = None

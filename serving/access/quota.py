@@ -3,6 +3,7 @@
 Rates are GCRA (ITU-T I.371): all that was taken is paid for by a moment that lies in the past of whoever may go on.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -139,5 +140,5 @@ def exceeded(short: Shortage) -> Problem:
     return Problem(
         429, "quota_exceeded",
         f"the quota {short.kind} of this token ({short.limit:g}) has no room; come again after Retry-After",
-        quota=short.kind, limit=short.limit, retry_after_seconds=round(short.wait_s, 3),
+        quota=short.kind, limit=short.limit, retry_after_seconds=math.ceil(short.wait_s * 1_000) / 1_000,
     )  # fmt: skip

@@ -49,7 +49,10 @@ _SUMMARIES: Json = {
     "blocklist": {"version": 0, "items": 0, "entities": 0},
     "ready": True,
 }
-_ORDER = "The answers stand in the order of the entities, and are all of one generation."
+_ORDER = (
+    "The answers stand in the order of the entities, and are all of one generation, but for those whose `source` is "
+    "`previous`."
+)
 
 
 def described_operations(limits: Limits) -> tuple[Operation, ...]:

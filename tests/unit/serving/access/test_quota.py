@@ -18,6 +18,7 @@ from serving.access.quota import (
     Taken,
     after_taking,
     burst_s,
+    exceeded,
 )
 from serving.access.quota_table import ROWS, QuotaTable, key_of
 from tests.fakes import FakeClock
@@ -200,3 +201,10 @@ def test_four_processes_take_exactly_what_there_is(tmp_path: Path) -> None:
     paid_from = QuotaTable.open(path, 4).standing(key_of("a"), ended).requests_until - taken / 5_000
     assert taken > 5_000 and began - 0.2 <= paid_from <= began + 0.2
     assert taken <= 5_000 * (ended - began + BURST_S)
+
+
+@pytest.mark.parametrize(("wait_s", "said_s"), [(0.0002, 0.001), (0.25, 0.25), (0.2501, 0.251)])
+def test_the_wait_that_a_refusal_names_is_never_too_short(wait_s: float, said_s: float) -> None:
+    refusal = exceeded(Shortage("requests_per_s", 10.0, wait_s))
+
+    assert refusal.details["retry_after_seconds"] == said_s
