@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,11 +27,19 @@ def main() -> int:
         "--keep", action="store_true", help="leave the folder of sources, store and logs"
     )
     parser.add_argument("--lanes", type=int, default=2, help="scenarios at a time")
+    parser.add_argument(
+        "--first", action="store_true", help="end at the first violation that is not known"
+    )
     options = parser.parse_args()
     print(f"seed {options.seed}, scenarios {', '.join(options.scenario or ALL)}", flush=True)
     with scratch_folder(options.keep) as folder:
         report = run_audit(
-            options.scenario, options.seed, options.minutes * 60, folder, options.lanes
+            options.scenario,
+            options.seed,
+            options.minutes * 60,
+            folder,
+            options.lanes,
+            options.first,
         )
         if options.keep:
             print(f"folder {folder}")
@@ -39,7 +48,12 @@ def main() -> int:
 
 
 def run_audit(
-    names: list[str] | None, seed: int, seconds: float, folder: Path, lanes: int = 1
+    names: list[str] | None,
+    seed: int,
+    seconds: float,
+    folder: Path,
+    lanes: int = 1,
+    ends_at_first: bool = False,
 ) -> Report:
     """Run scenarios, by default all; return what was covered and violated.
 
@@ -49,24 +63,33 @@ def run_audit(
     deadline = time.monotonic() + seconds
     shares = [seconds if lanes > 1 and name == "mix" else seconds / len(names) for name in names]
 
-    def run(place: int) -> Report:
-        share = min(shares[place], deadline - time.monotonic())
-        return run_scenario(names[place], folder / names[place], seed, share)
+    reports = {name: Report(seed, scenario=name) for name in names}
 
-    report = Report(seed)
+    def has_enough() -> bool:
+        return ends_at_first and any(not report.is_clean for report in reports.values())
+
+    def run(place: int) -> None:
+        if not has_enough():
+            share = min(shares[place], deadline - time.monotonic())
+            name = names[place]
+            run_scenario(name, folder / name, reports[name], share, has_enough)
+
     with ThreadPoolExecutor(lanes) as pool:
-        for part in pool.map(run, range(len(names))):
-            report.add(part)
-    return report
+        list(pool.map(run, range(len(names))))
+    whole = Report(seed)
+    for report in reports.values():
+        whole.add(report)
+    return whole
 
 
-def run_scenario(name: str, folder: Path, seed: int, seconds: float) -> Report:
+def run_scenario(
+    name: str, folder: Path, report: Report, seconds: float, has_enough: Callable[[], bool]
+) -> None:
     """Run one scenario with Redis servers of its own; an error that ends it is a violation, too."""
     began = time.monotonic()
-    report = Report(seed, scenario=name)
     servers = Servers.start(folder)
     try:
-        SCENARIOS[name](Stage(folder, servers, report, seed, began + seconds))
+        SCENARIOS[name](Stage(folder, servers, report, report.seed, began + seconds, has_enough))
     except Exception:
         report.violate(
             "scenario ended early", "it runs to its end", "", traceback.format_exc()[-4000:], []
@@ -74,7 +97,6 @@ def run_scenario(name: str, folder: Path, seed: int, seconds: float) -> Report:
     finally:
         servers.stop()
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-    return report
 
 
 if __name__ == "__main__":

@@ -13,17 +13,18 @@ from tests.audit.shop import Servers
 
 @dataclass
 class Stage:
-    """A folder, the Redis servers, the report, a seed and a deadline."""
+    """A folder, the Redis servers, the report, a seed and a deadline, or what ends it before."""
 
     folder: Path
     servers: Servers
     report: Report
     seed: int
     deadline: float
+    has_enough: Callable[[], bool] = lambda: False
 
     def is_over(self) -> bool:
-        """Return whether the scenario's time is used up."""
-        return time.monotonic() > self.deadline
+        """Return whether the scenario's time is used up, or enough was seen."""
+        return self.has_enough() or time.monotonic() > self.deadline
 
     def require(
         self,
