@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import h11
 
 NODE = shutil.which("node")
 _NODE_JUDGE = Path(__file__).with_name("node_judge.js")
+_EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
 _ROOMY = 1 << 24
 """Bytes of a head that a judge reads: bounds are the product's own affair."""
 
@@ -61,43 +63,39 @@ class Judge(Protocol):
 
 
 class H11Judge:
-    """h11, as a server that refuses every upgrade."""
+    """h11, as a server that refuses every upgrade, and ignores empty lines before a request (RFC 9112, section 2.2)."""
 
     name = "h11"
 
     def read(self, stream: bytes) -> Reading:
         """Read a stream behind which the sender closes its side."""
-        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_ROOMY)
         messages: list[Message] = []
         first_bytes: int | None = None
-        request: h11.Request | None = None
-        body = b""
-        begun = 0
-        try:
-            connection.receive_data(stream)
+        waiting, begun = _EMPTY_LINES.sub(b"", stream), 0
+        while waiting:
+            connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_ROOMY)
+            connection.receive_data(waiting)
             connection.receive_data(b"")
-            while True:
-                event = connection.next_event()
-                if isinstance(event, h11.Request):
-                    request, body = event, b""
-                    begun += 1
-                elif isinstance(event, h11.Data):
+            body = b""
+            try:
+                request = connection.next_event()
+                if not isinstance(request, h11.Request):
+                    break
+                begun += 1
+                while isinstance(event := connection.next_event(), h11.Data):
                     body += bytes(event.data)
-                elif isinstance(event, h11.EndOfMessage) and request is not None:
-                    messages.append(_message(request, body))
-                    if first_bytes is None:
-                        first_bytes = len(stream) - len(connection.trailing_data[0])
-                    connection.send(
-                        h11.Response(status_code=404, headers=[("Content-Length", "0")])
-                    )
-                    connection.send(h11.EndOfMessage())
-                    if connection.our_state is not h11.DONE:
-                        return Reading(tuple(messages), "closed", begun, first_bytes=first_bytes)
-                    connection.start_next_cycle()
-                else:
-                    return Reading(tuple(messages), "clean", begun, first_bytes=first_bytes)
-        except h11.RemoteProtocolError as error:
-            return Reading(tuple(messages), "refused", begun, str(error), first_bytes)
+            except h11.RemoteProtocolError as error:
+                return Reading(tuple(messages), "refused", begun, str(error), first_bytes)
+            assert isinstance(event, h11.EndOfMessage), event
+            messages.append(_message(request, body))
+            waiting = connection.trailing_data[0]
+            first_bytes = len(stream) - len(waiting) if first_bytes is None else first_bytes
+            connection.send(h11.Response(status_code=404, headers=[("Content-Length", "0")]))
+            connection.send(h11.EndOfMessage())
+            if connection.our_state is not h11.DONE:
+                return Reading(tuple(messages), "closed", begun, first_bytes=first_bytes)
+            waiting = _EMPTY_LINES.sub(b"", waiting)
+        return Reading(tuple(messages), "clean", begun, first_bytes=first_bytes)
 
 
 def _message(request: h11.Request, body: bytes) -> Message:

@@ -50,10 +50,6 @@ class Leniency(NamedTuple):
 
 LENIENCIES: list[Leniency] = [
     Leniency(
-        "h11", lambda reading, _stream: reading.why == "no request line received",
-        "RFC 9112, section 2.2: a server should ignore an empty line before a request; h11 refuses it",
-    ),
-    Leniency(
         "llhttp",
         lambda reading, stream: (
             reading.why == "HPE_INVALID_CONTENT_LENGTH" and bool(_TAB_BEHIND_LENGTH.search(stream))
