@@ -11,7 +11,7 @@ from tests.defects import BIASES, DEFECTS, planted
 from tests.life import Bias, Broken, Life
 
 SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
-QUICK, STORM, BLOCK = 2_000, 100_000, 250
+QUICK, STORM, BLOCK = 750, 100_000, 125
 LIVES_MAX = 10_000
 """Until a planted mistake is found: the same ones in every run."""
 
