@@ -1,0 +1,65 @@
+"""Commands of `larder` by two checkouts, each over its own copy of a folder and with its own Redis."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from tests.checkouts import Checkout
+from tests.contract.side_by_side.differences import Difference, differences_of_values
+
+LAUNCH: Final = Path(__file__).with_name("launch")
+_WITHIN_S: Final = 600.0
+Words = Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended: its code, and what it printed."""
+
+    words: tuple[str, ...]
+    code: int
+    shown: str
+    errors: str
+
+    @property
+    def document(self) -> Any:
+        """What it printed as JSON: one document, or one in each line; None where it printed none."""
+        try:
+            return orjson.loads(self.shown)
+        except orjson.JSONDecodeError:
+            pass
+        try:
+            return [orjson.loads(line) for line in self.shown.splitlines()] or None
+        except orjson.JSONDecodeError:
+            return None
+
+
+def outcomes(checkout: Checkout, folder: Path, environ: dict[str, str], commands: Sequence[Words]) -> list[Outcome]:
+    """Outcomes of these commands of a checkout, run in `folder`, with this environment."""
+    import subprocess
+
+    variables = checkout.environment({**environ, "LARDER_CHECKOUT": str(checkout.root)})
+    done = subprocess.run(
+        [checkout.python, LAUNCH / "many_commands.py"], cwd=folder, env=variables,
+        input=json.dumps([list(words) for words in commands]), capture_output=True, text=True, check=False,
+        timeout=_WITHIN_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4_000:]
+    return [
+        Outcome(tuple(one["words"]), one["code"], one["shown"], one["errors"])
+        for one in json.loads(done.stdout.splitlines()[-1])
+    ]
+
+
+def difference_of_outcomes(left: Outcome, right: Outcome) -> Difference | None:
+    """The first difference of two outcomes of one command: its code, or names and types of what it printed as JSON."""
+    if left.code != right.code:
+        told = (f"{outcome.code}: {(outcome.errors or outcome.shown)[-300:]}" for outcome in (left, right))
+        return Difference("exit code", *told)
+    if "--json" not in left.words:
+        return None
+    return next(differences_of_values(left.document, right.document, "--json", is_shape=True), None)

@@ -1,0 +1,142 @@
+"""What is compared of two answers, and the few fields that are not: ages, request ids, times of acceptance, prose."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import orjson
+import pyarrow as pa
+
+from tests.contract.side_by_side.exchange import Answer
+
+ARROW: Final = "application/vnd.apache.arrow.stream"
+MASKED_HEADERS: Final = frozenset({"date", "x-request-id", "server-timing", "content-length", "retry-after"})
+"""Headers whose presence is compared, not their value."""
+AGES: Final = frozenset({"age_seconds", "expires_in_seconds", "retry_after_seconds", "seconds"})
+"""Names of numbers that say how long ago something was, or how long it takes."""
+ACCEPTED_AT: Final = frozenset({"as_of", "position"})
+"""Names of texts that say when an event was accepted."""
+PROSE: Final = frozenset({"message", "detail", "sentence", "description", "summary", "title", "version"})
+"""Names of texts for people, and of the release."""
+MOMENTARY_STALE: Final = frozenset({"events_behind"})
+"""Words of `stale` that say how busy the machine is."""
+
+_MASKS: Final = re.compile(
+    rf'"({"|".join(sorted(ACCEPTED_AT | PROSE))})":"(?:[^"\\]|\\.)*"|"({"|".join(sorted(AGES))})":-?[0-9][0-9.eE+-]*'.encode()
+)
+_STALE: Final = re.compile(rf',"stale":"(?:{"|".join(sorted(MOMENTARY_STALE))})"'.encode())
+_MISSING: Final = object()
+_SHOWN: Final = 300
+
+
+class Difference(NamedTuple):
+    """Place in an answer where two differ, and what stands there on either side."""
+
+    place: str
+    left: object
+    right: object
+
+    def __str__(self) -> str:
+        return f"{self.place}: {_shown(self.left)} | {_shown(self.right)}"
+
+
+def difference(left: Answer, right: Answer, *, is_shape: bool = False) -> Difference | None:
+    """The first difference of two answers, None if they are alike; `is_shape`: names and types of fields alone."""
+    if left.status != right.status:
+        return Difference("status", f"{left.status} {left.body[:_SHOWN]!r}", f"{right.status} {right.body[:_SHOWN]!r}")
+    if (found := _difference_of_headers(left, right)) is not None:
+        return found
+    kind = left.header("content-type").partition(";")[0]
+    if kind == ARROW:
+        return _difference_of_streams(left.body, right.body)
+    if kind == "application/json":
+        if not is_shape and masked(left.body) == masked(right.body):
+            return None
+        pair = orjson.loads(left.body or b"null"), orjson.loads(right.body or b"null")
+        return next(differences_of_values(*pair, "body", is_shape=is_shape), None)
+    # Plain texts and pages are prose.
+    return None
+
+
+def masked(body: bytes) -> bytes:
+    """JSON whose masked fields have one value, and no momentary `stale`."""
+    return _MASKS.sub(rb'"\1\2":0', _STALE.sub(b"", body))
+
+
+def differences_of_values(
+    left: Any, right: Any, place: str, *, is_shape: bool = False, name: str = ""
+) -> Iterator[Difference]:
+    """Differences of two JSON values: names and their order, types, values to the last bit."""
+    if type(left) is not type(right):
+        if not (is_shape and None in (left, right)):
+            yield Difference(place, left, right)
+    elif isinstance(left, dict):
+        left, right = _without_momentary(left), _without_momentary(right)
+        if list(left) != list(right):
+            yield Difference(f"{place} (names)", list(left), list(right))
+        for key, value in left.items():
+            yield from differences_of_values(
+                value, right.get(key), f"{place}.{key}", is_shape=is_shape, name=key
+            )
+    elif isinstance(left, list):
+        if not is_shape and len(left) != len(right):
+            yield Difference(f"{place} (length)", len(left), len(right))
+        for number, pair in enumerate(zip(left, right, strict=False)):
+            yield from differences_of_values(*pair, f"{place}[{number}]", is_shape=is_shape, name=name)
+    elif not is_shape and left != right and not _is_masked(name, left):
+        yield Difference(place, left, right)
+
+
+def _is_masked(name: str, value: object) -> bool:
+    """True for a value of a masked name and its type: `position` is masked as a text, not as a row of a directory."""
+    return name in (ACCEPTED_AT | PROSE if isinstance(value, str) else AGES if isinstance(value, int | float) else ())
+
+
+def _without_momentary(value: dict[str, Any]) -> dict[str, Any]:
+    stale = value.get("stale")
+    if isinstance(stale, str) and set(stale.split(",")) <= MOMENTARY_STALE:
+        return {key: each for key, each in value.items() if key != "stale"}
+    return value
+
+
+def _difference_of_headers(left: Answer, right: Answer) -> Difference | None:
+    sides = [
+        [(name, "" if name in MASKED_HEADERS else value) for name, value in answer.headers]
+        for answer in (left, right)
+    ]
+    return None if sides[0] == sides[1] else Difference("headers", *sides)
+
+
+def _difference_of_streams(left: bytes, right: bytes) -> Difference | None:
+    tables = []
+    for body in (left, right):
+        with pa.ipc.open_stream(body) as stream:
+            tables.append(stream.read_all())
+    before, after = tables
+    if not before.schema.equals(after.schema, check_metadata=True):
+        return Difference("schema", _schema(before), _schema(after))
+    if before.num_rows != after.num_rows:
+        return Difference("rows", before.num_rows, after.num_rows)
+    for name in before.column_names:
+        if name in AGES | ACCEPTED_AT or (name == "stale" and _is_momentary(before[name], after[name])):
+            continue
+        if not before[name].equals(after[name]):
+            rows = zip(before[name].to_pylist(), after[name].to_pylist(), strict=True)
+            differing = next(
+                ((row, pair) for row, pair in enumerate(rows) if pair[0] != pair[1]), (0, ("bits", "bits"))
+            )
+            return Difference(f"column {name}[{differing[0]}]", *differing[1])
+    return None
+
+
+def _is_momentary(*columns: pa.ChunkedArray) -> bool:
+    return all(word is None or word in MOMENTARY_STALE for column in columns for word in column.to_pylist())
+
+
+def _schema(table: pa.Table) -> str:
+    return f"{table.schema.to_string(show_schema_metadata=True)}"
+
+
+def _shown(value: object) -> str:
+    text = "(nothing)" if value is _MISSING else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

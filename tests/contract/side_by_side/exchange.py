@@ -1,0 +1,150 @@
+"""Requests as bytes, and a connection that sends them as they are: also those that no HTTP library would send."""
+
+import re
+import shlex
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final
+from urllib.parse import urlsplit
+
+HOST: Final = "larder.test"
+AS_OF: Final = "0000000000000-9"
+"""Stands in a request for the position of the newest event that both services accepted; each gets its own."""
+_TIMEOUT_S: Final = 60.0
+_CHUNK: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Request of a run: `kind` says what it is about, `number` and the run's seed make it again."""
+
+    kind: str
+    method: str
+    target: str
+    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes = b""
+    number: int = -1
+    options: tuple[str, ...] = ()
+    """Names of the options that are sent, for the counts."""
+    settles: bool = False
+    """True if what it shows may lag behind for a moment, and asking changes nothing: it is asked again then."""
+    wire: bytes = field(default=b"", repr=False)
+    """What is sent in place of a request, where that is no valid one."""
+
+    def numbered(self, number: int, headers: tuple[tuple[str, str], ...] = ()) -> "Request":
+        """The same as the request of this number, with these headers before its own."""
+        return replace(self, number=number, headers=headers + self.headers)
+
+    def raw(self) -> bytes:
+        """Bytes of the request."""
+        if self.wire:
+            return self.wire
+        lines = [f"{self.method} {self.target} HTTP/1.1", f"Host: {HOST}"]
+        lines += [f"{name}: {value}" for name, value in self.headers]
+        if self.body or self.method == "POST":
+            lines.append(f"Content-Length: {len(self.body)}")
+        return "\r\n".join([*lines, "", ""]).encode() + self.body
+
+    def curl(self, base: str = "http://127.0.0.1:8000") -> str:
+        """Command line that sends the same."""
+        if self.wire:
+            return f"printf %b {shlex.quote(repr(self.wire)[2:-1])} | nc 127.0.0.1 8000"
+        words = ["curl", "-i", "--path-as-is", "-X", self.method, f"{base}{self.target}"]
+        for name, value in self.headers:
+            words += ["-H", f"{name}: {value}"]
+        if self.body:
+            shown = self.body.decode(errors="backslashreplace")
+            words += ["--data-binary", shown if len(shown) < 4_000 else f"{shown[:4_000]}..."]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer as it came: `headers` have names in lower case, in their order."""
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+
+    def header(self, name: str) -> str:
+        """Value of a header, "" without one."""
+        return next((value for known, value in self.headers if known == name), "")
+
+
+class Line:
+    """Connection to one service, opened again where the service has closed it."""
+
+    def __init__(self, url: str) -> None:
+        address = urlsplit(url)
+        self._address = (str(address.hostname), int(address.port or 80))
+        self._socket: socket.socket | None = None
+        self._buffer = bytearray()
+
+    def send(self, raw: bytes) -> None:
+        """Send a request; its answer is to be read before the next one is sent."""
+        if self._socket is None:
+            self._socket = socket.create_connection(self._address, _TIMEOUT_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._buffer.clear()
+        self._socket.sendall(raw)
+
+    def receive(self, *, is_head: bool = False, ends: bool = False) -> Answer:
+        """The answer to what was sent last; `ends`: the connection is closed behind it in any case."""
+        while (end := self._buffer.find(b"\r\n\r\n")) < 0:
+            self._fill()
+        head = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
+        del self._buffer[: end + 4]
+        status = int(head[0].split(" ", 2)[1])
+        headers = tuple(_parsed(head[1:]))
+        answer = Answer(status, headers, b"")
+        body = b"" if is_head else self._body(answer)
+        if ends or answer.header("connection").lower() == "close":
+            self.close()
+        return Answer(status, headers, body)
+
+    def _body(self, answer: Answer) -> bytes:
+        if length := answer.header("content-length"):
+            return self._take(int(length))
+        if answer.header("transfer-encoding").lower() == "chunked":
+            return b"".join(self._chunks())
+        assert answer.header("connection").lower() == "close", answer
+        while self._socket is not None and (part := self._socket.recv(_CHUNK)):
+            self._buffer += part
+        return bytes(self._buffer)
+
+    def _chunks(self) -> Iterable[bytes]:
+        while True:
+            while (end := self._buffer.find(b"\r\n")) < 0:
+                self._fill()
+            size = int(self._take(end + 2).split(b";")[0], 16)
+            chunk = self._take(size + 2)[:-2]
+            if not size:
+                return
+            yield chunk
+
+    def _take(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            self._fill()
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+    def _fill(self) -> None:
+        assert self._socket is not None
+        part = self._socket.recv(_CHUNK)
+        if not part:
+            raise ConnectionError(f"the service closed the connection after {bytes(self._buffer)!r}")
+        self._buffer += part
+
+    def close(self) -> None:
+        """Close it; the next request opens another."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _parsed(lines: Iterable[str]) -> Iterable[tuple[str, str]]:
+    for line in lines:
+        name, _, value = line.partition(":")
+        yield re.sub(r"\s", "", name).lower(), value.strip()

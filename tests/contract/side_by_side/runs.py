@@ -1,0 +1,108 @@
+"""A run: requests of one seed to both services, what they met, and how their answers differ."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import orjson
+import pyarrow as pa
+
+from tests.contract.side_by_side.differences import ARROW
+from tests.contract.side_by_side.exchange import Answer, Request
+from tests.contract.side_by_side.requests import request
+from tests.contract.side_by_side.twins import Twins
+from tests.contract.side_by_side.world import Known
+
+SHOWN: Final = 5
+"""Differences after which a run ends."""
+_WORDS: Final = re.compile(rb'"(code|reason|live|source|producer|reranked|stale)":"([a-z0-9_+,]+)"')
+_VALUES: Final = (b'"attributes"', b'"features"', b'"vector"')
+
+
+@dataclass
+class Met:
+    """What the requests of a run reached: words by the field that has them, and what was sent."""
+
+    words: Counter[tuple[str, str]] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    options: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[int] = field(default_factory=Counter)
+    forms: Counter[str] = field(default_factory=Counter)
+
+    def note(self, asked: Request, answer: Answer) -> None:
+        """Count a request and its answer."""
+        self.kinds[asked.kind] += 1
+        self.statuses[answer.status] += 1
+        if answer.status < 300:
+            self.options.update(asked.options)
+        if answer.header("content-type") == ARROW:
+            self.forms["arrow"] += 1
+            with pa.ipc.open_stream(answer.body) as stream:
+                table = stream.read_all()
+            for name in ("reason", "live", "source", "producer", "reranked"):
+                self.words.update((name, word) for word in table[name].to_pylist() if word)
+        else:
+            self.forms["json"] += 1
+            found = _WORDS.findall(answer.body)
+            self.words.update((name.decode(), word.decode()) for name, word in found)
+
+    def of(self, name: str) -> set[str]:
+        """Words that were met in a field."""
+        return {word for known, word in self.words if known == name}
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {_listed(counts)}" for name, counts in (
+            ("requests", self.kinds), ("statuses", self.statuses), ("options", self.options), ("forms", self.forms),
+        )]  # fmt: skip
+        for name in sorted({name for name, _ in self.words}):
+            counts = Counter({word: count for (known, word), count in self.words.items() if known == name})
+            lines.append(f"{name}: {_listed(counts)}")
+        return "\n".join(lines)
+
+
+@dataclass
+class Run:
+    """Requests of a seed to both services; `headers` are those that all requests have."""
+
+    twins: Twins
+    seed: int
+    known: Known
+    met: Met = field(default_factory=Met)
+    differing: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def ask(self, numbers: Iterable[int]) -> None:
+        """Send the requests of these numbers, until so many were answered differently that it is enough."""
+        began = time.monotonic()
+        for number in numbers:
+            self.send(request(self.seed, number, self.known, self.twins.headers))
+            if len(self.differing) >= SHOWN:
+                break
+        self.seconds += time.monotonic() - began
+
+    def send(self, asked: Request) -> tuple[Answer, Answer]:
+        """Send one; its answers."""
+        answers, found = self.twins.compare(asked)
+        self.met.note(asked, answers[0])
+        if found is not None:
+            self.differing.append(
+                f"request {asked.number} of seed {self.seed} ({asked.kind})\n  {asked.curl(self.twins.urls[0])}\n  {found}"
+            )
+        elif asked.kind == "sendEvents" and answers[0].status == 202:
+            if orjson.loads(answers[0].body)["accepted"]:
+                has_values = any(word in asked.body for word in _VALUES)
+                self.twins.follow_events(answers, has_values=has_values)
+        return answers
+
+    def check(self) -> None:
+        """Raise AssertionError with all that differed."""
+        if self.differing:
+            shown = "\n".join(self.differing)
+            raise AssertionError(f"left is the frozen commit, right this tree (LARDER_SEED={self.seed} repeats it)\n{shown}")
+
+
+def _listed(counts: "Counter[str] | Counter[int]") -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda pair: str(pair[0])))

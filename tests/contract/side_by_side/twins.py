@@ -1,0 +1,153 @@
+"""Two services of two checkouts over one store, each with a Redis of its own that began as the other's did."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from infra.local.service import ServiceProcess
+from precompute.config.settings import NightConfig
+from tests.checkouts import Checkout
+from tests.contract.side_by_side.differences import Difference, difference
+from tests.contract.side_by_side.exchange import AS_OF, Answer, Line, Request
+from tests.contract.side_by_side.world import CALM, RedisCopy, Shop, running_redis
+from tests.polling import until
+
+LAUNCH: Final = Path(__file__).with_name("launch")
+SETTLE_S: Final = 30.0
+SHAPES: Final = frozenset({"dashboard"})
+"""Kinds of requests whose answers hold counts and clocks: names and types alone are compared."""
+_PROBE_PRICE: Final = 1_000_000
+_PROBE_TIME: Final = "2026-01-01T00:00:00Z"
+Checkouts = tuple[Checkout, Checkout]
+Headers = tuple[tuple[str, str], ...]
+
+
+class Twins:
+    """Both services, asked the same in the same order. `left` is of the frozen commit, `right` of the other."""
+
+    def __init__(
+        self, shop: Shop, urls: tuple[str, str], redis_urls: tuple[str, str], token: str
+    ) -> None:
+        self.shop, self.urls, self.redis_urls = shop, urls, redis_urls
+        self.headers: Headers = (("Authorization", f"Bearer {token}"),) if token else ()
+        self._lines = tuple(map(Line, urls))
+        self._as_of = (b"1-0", b"1-0")
+        self._probes = itertools.count(1)
+
+    def ask(self, request: Request) -> tuple[Answer, Answer]:
+        """Answers of both."""
+        raw = request.raw()
+        for line, position in zip(self._lines, self._as_of, strict=True):
+            line.send(_with_position(request, raw, position))
+        is_head = request.method == "HEAD"
+        left, right = (line.receive(is_head=is_head, ends=bool(request.wire)) for line in self._lines)
+        return left, right
+
+    def compare(self, request: Request) -> tuple[tuple[Answer, Answer], Difference | None]:
+        """Answers of both and their difference, once what may lag behind has settled."""
+        is_shape = request.kind in SHAPES
+        answers = self.ask(request)
+        found = difference(*answers, is_shape=is_shape)
+        give_up = time.monotonic() + SETTLE_S
+        while found is not None and request.settles and time.monotonic() < give_up:
+            time.sleep(0.05)  # a bounded poll: what is asked changes nothing
+            answers = self.ask(request)
+            found = difference(*answers, is_shape=is_shape)
+        return answers, found
+
+    def move(self, action: Callable[[NightConfig], object]) -> None:
+        """Make a move of releases in the left Redis, and copy what it wrote there into the right one."""
+        config = self.shop.config(self.redis_urls[0])
+        action(config)
+        keys = config.keyspace()
+        RedisCopy.of(self.redis_urls[0], (keys.live, keys.generations)).restore(self.redis_urls[1])
+
+    def both(self, target: str) -> list[Any]:
+        """JSON of both, which is not compared."""
+        return [orjson.loads(answer.body) for answer in self.ask(self.request("GET", target))]
+
+    def follow_events(self, answers: tuple[Answer, Answer], *, has_values: bool) -> None:
+        """Return once both services count all events of a request that they have accepted.
+
+        Another event, of a user made for it, is sent behind them; one more, with a price, where values were set.
+        """
+        number = next(self._probes)
+        positions = [orjson.loads(answer.body)["position"].encode() for answer in answers]
+        self._as_of = (positions[0], positions[1])
+        user, price = f"probe-{number}", _PROBE_PRICE + number
+        item, prober = self.shop.known.items[0], self.shop.known.users[-1]
+        events: list[dict[str, Any]] = [
+            {"id": f"probe-{number}", "user": user, "item": item, "time": _PROBE_TIME}
+        ]
+        if has_values:
+            events.append({"id": f"price-{number}", "item": item, "attributes": {"price": price}})
+        receipts = self.ask(self.request("POST", "/v1/events", {"events": events}))
+        assert {answer.status for answer in receipts} == {202}, receipts
+        counted = f"/v1/explain/user_vector/{user}"
+        passing = {"user": prober, "items": [item], "filter": {"==": ["price", price]}}
+        priced = self.request("POST", "/v1/score", passing)
+
+        def have_followed() -> bool:
+            if not all(told["events"] for told in self.both(counted)):
+                return False
+            return not has_values or all(
+                not orjson.loads(answer.body)["filtered"] for answer in self.ask(priced)
+            )
+
+        assert until(have_followed, SETTLE_S), (
+            f"events are not followed: {self.both(counted)} {self.ask(priced)}"
+        )
+
+    def request(self, method: str, target: str, body: Any = None) -> Request:
+        """A request that is not one of a run's."""
+        content = b"" if body is None else orjson.dumps(body)
+        return Request("probe", method, target, self.headers, content)
+
+    def close(self) -> None:
+        """Close both connections."""
+        for line in self._lines:
+            line.close()
+
+
+@contextmanager
+def twins(
+    folder: Path, shop: Shop, checkouts: Checkouts, *, settings: str = "larder", token: str = "", **more: str
+) -> Iterator[Twins]:
+    """Services of both checkouts, each with a copy of the shop's Redis, over one copy of the shop's folder."""
+    shop = shop.copied_to(folder / "shop")
+    with ExitStack() as stack:
+        services, urls = [], []
+        for side, checkout in zip(("left", "right"), checkouts, strict=True):
+            url = stack.enter_context(running_redis(folder / f"redis-{side}"))
+            shop.redis.restore(url)
+            environ = {
+                **shop.environ(url, settings), **CALM, **more,
+                "LARDER_STATE": str(folder / f"state-{side}"), "LARDER_CHECKOUT": str(checkout.root),
+            }  # fmt: skip
+            services.append(ServiceProcess(
+                folder / f"{side}.log", checkout.environment(environ), module="seeded_serving", root=LAUNCH,
+                python=checkout.python,
+            ))  # fmt: skip
+            urls.append(url)
+        with ThreadPoolExecutor(2) as pool:
+            for started in [pool.submit(service.__enter__) for service in services]:
+                started.result()
+        for service in services:
+            stack.push(service)
+        pair = Twins(shop, (services[0].url, services[1].url), (urls[0], urls[1]), token)
+        stack.callback(pair.close)
+        yield pair
+
+
+def _with_position(request: Request, raw: bytes, position: bytes) -> bytes:
+    if AS_OF.encode() not in raw or request.wire:
+        return raw
+    body = request.body.replace(AS_OF.encode(), position)
+    return replace(request, target=request.target.replace(AS_OF, position.decode()), body=body).raw()
