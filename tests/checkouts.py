@@ -23,8 +23,9 @@ _COMMAND_S: Final = 120.0
 _BUILD_S: Final = 900.0
 _PATHS: Final = """
 import sys, cache.native.loader, cache.topk.compiled, infra.cli, precompute, serving
-ours = [module for name, module in sys.modules.items() if name.split(".")[0] in ("cache", "infra", "precompute", "serving")]
-print(*filter(None, (module.__file__ for module in ours)), sep="\\n")
+packages = {"cache", "infra", "precompute", "serving"}
+modules = [module for name, module in sys.modules.items() if name.split(".")[0] in packages]
+print(*filter(None, (module.__file__ for module in modules)), sep="\\n")
 """
 """Program that prints the files that a checkout's own packages are imported from."""
 
@@ -52,7 +53,9 @@ class Checkout:
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Variables without settings of the surrounding shell, and without any other checkout on the path."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("LARDER_")
+        }
         inherited.pop("REDIS_URL", None)
         return {**inherited, **environ, "PYTHONPATH": str(self.root)}
 
@@ -72,7 +75,9 @@ def frozen_commit(file: Path = FROZEN_FILE) -> str:
             "tests/contract/frozen_commit` has the last one"
         ) from None
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
-        raise NoCheckout(f"{file} must hold the full id of a commit, 40 hex digits, not {commit[:60]!r}")
+        raise NoCheckout(
+            f"{file} must hold the full id of a commit, 40 hex digits, not {commit[:60]!r}"
+        )
     return commit
 
 
@@ -129,7 +134,9 @@ def _build(checkout: Checkout) -> None:
     if foreign:
         raise NoCheckout(f"{checkout.root} imports {', '.join(foreign)}, which is not its own")
     if not list(checkout.root.glob("cache/**/*.so")):
-        raise NoCheckout(f"{checkout.root} has no compiled parts: does this machine have a C compiler?")
+        raise NoCheckout(
+            f"{checkout.root} has no compiled parts: does this machine have a C compiler?"
+        )
 
 
 def _python_of(folder: Path) -> Path:
@@ -140,7 +147,8 @@ def _python_of(folder: Path) -> Path:
     if not (environment / ".complete").exists():
         uv = Path(sys.executable).with_name("uv")
         subprocess.run(
-            [uv, "venv", "-q", "--allow-existing", "--python", sys.executable, environment], check=True
+            [uv, "venv", "-q", "--allow-existing", "--python", sys.executable, environment],
+            check=True,
         )
         subprocess.run(
             [uv, "pip", "sync", "-q", "--require-hashes", folder / LOCK],

@@ -38,7 +38,9 @@ class Outcome:
             return None
 
 
-def outcomes(checkout: Checkout, folder: Path, environ: dict[str, str], commands: Sequence[Words]) -> list[Outcome]:
+def outcomes(
+    checkout: Checkout, folder: Path, environ: dict[str, str], commands: Sequence[Words]
+) -> list[Outcome]:
     """Outcomes of these commands of a checkout, run in `folder`, with this environment."""
     import subprocess
 
@@ -58,7 +60,10 @@ def outcomes(checkout: Checkout, folder: Path, environ: dict[str, str], commands
 def difference_of_outcomes(left: Outcome, right: Outcome) -> Difference | None:
     """The first difference of two outcomes of one command: its code, or names and types of what it printed as JSON."""
     if left.code != right.code:
-        told = (f"{outcome.code}: {(outcome.errors or outcome.shown)[-300:]}" for outcome in (left, right))
+        told = (
+            f"{outcome.code}: {(outcome.errors or outcome.shown)[-300:]}"
+            for outcome in (left, right)
+        )
         return Difference("exit code", *told)
     if "--json" not in left.words:
         return None

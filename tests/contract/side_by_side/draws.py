@@ -8,9 +8,15 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from tests.contract.side_by_side.exchange import AS_OF
-from tests.contract.side_by_side.world import BRANDS, COUNTRIES, DIMS, FEATURE_TEXT_BYTES, TAGS, Known
+from tests.contract.side_by_side.world import BRANDS, FEATURE_TEXT_BYTES, TAGS, Known
+from tests.integration.feature_towers import COUNTRIES, DIMS
 
-WIDTHS: Final[Mapping[str, int]] = {"user_topk": 40, "near_topk": 10, "item_similar": 20, "brands": 15}
+WIDTHS: Final[Mapping[str, int]] = {
+    "user_topk": 40,
+    "near_topk": 10,
+    "item_similar": 20,
+    "brands": 15,
+}
 """Tables of lists, and the length of their lists."""
 TABLES: Final = (*WIDTHS, "user_vector", "item_vector", "user_mood")
 OF_ITEMS: Final = frozenset({"item_similar", "item_vector"})
@@ -46,7 +52,9 @@ class Draw:
         if table == "brands":
             return rng.choice((*BRANDS, "nobody's"))
         if table in OF_ITEMS:
-            return rng.choice(self.known.items) if self.chance(0.9) else f"item-{rng.randrange(300)}"
+            return (
+                rng.choice(self.known.items) if self.chance(0.9) else f"item-{rng.randrange(300)}"
+            )
         return self.user()
 
     def user(self) -> str:
@@ -108,7 +116,9 @@ class Draw:
             sent["features"] = self.features(table) or {"country": 1}
         if self.chance(0.05):
             sent.setdefault("history", None)
-        return sent if sent.keys() & {"id", "history"} or sent.get("features") else {"id": "somebody"}
+        return (
+            sent if sent.keys() & {"id", "history"} or sent.get("features") else {"id": "somebody"}
+        )
 
     def filter(self) -> Any:
         """Filter that the items' attributes allow."""
@@ -132,12 +142,16 @@ class Draw:
         if self.chance(0.6):
             factors = (0.25, 0.5, 1, 2.5, 4)
             sent["boost"] = [
-                {"filter": self.filter(), "factor": rng.choice(factors)} for _ in range(rng.randrange(1, 3))
+                {"filter": self.filter(), "factor": rng.choice(factors)}
+                for _ in range(rng.randrange(1, 3))
             ]
         if self.chance(0.6) or not sent:
             diversify: dict[str, Any] = {"mmr": rng.choice((0.2, 0.8, 1))}
             if self.chance(0.7):
-                diversify |= {"attribute": rng.choice(("brand", "tags")), "most": rng.randrange(1, 4)}
+                diversify |= {
+                    "attribute": rng.choice(("brand", "tags")),
+                    "most": rng.randrange(1, 4),
+                }
             if self.chance(0.4) and "most" in diversify:
                 del diversify["mmr"]
             sent["diversify"] = diversify
@@ -151,16 +165,22 @@ class Draw:
             "fresh": lambda: rng.random() < 0.6,
             "max_age_seconds": lambda: rng.choice((0, 3_600, 1_000_000_000, 1e9)),
             "max_events": lambda: 0,
-            "as_of": lambda: rng.choice((AS_OF, AS_OF, "2020-01-01T00:00:00Z", "2100-01-01T00:00:00+01:00", "0-0")),
+            "as_of": lambda: rng.choice(
+                (AS_OF, AS_OF, "2020-01-01T00:00:00Z", "2100-01-01T00:00:00+01:00", "0-0")
+            ),
             "generation": lambda: rng.choice(self.known.generations),
             "deadline_ms": lambda: rng.choice((20_000, 30_000.5, 100_000)),
             "canary_key": lambda: f"key-{rng.randrange(60)}",
             "arm": lambda: rng.choice(("ranker=b", "ranker=control")),
-            "filter": lambda: rng.choice(("in_stock", "in_stock", "cheap", self.filter(), self.filter())),
+            "filter": lambda: rng.choice(
+                ("in_stock", "in_stock", "cheap", self.filter(), self.filter())
+            ),
             "rerank": lambda: rng.choice(("varied", "fresh", self.reranking(), self.reranking())),
         }
         weights = {"k": 0.35, "filter": 0.12, "rerank": 0.1, "fresh": 0.1}
-        sent = {name: make() for name, make in makers.items() if rng.random() < weights.get(name, 0.04)}
+        sent = {
+            name: make() for name, make in makers.items() if rng.random() < weights.get(name, 0.04)
+        }
         if table in ("brands", *TABLES[4:]) and not is_score and not self.chance(0.05):
             sent.pop("filter", None)
             sent.pop("rerank", None)

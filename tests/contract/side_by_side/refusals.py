@@ -13,7 +13,14 @@ from tests.contract.side_by_side.world import LIMITS
 
 _JSON: Final = ("Content-Type", "application/json")
 _LOOKUP: Final = "/v1/lookup/user_topk"
-_TARGETS: Final = (_LOOKUP, "/v1/lookup", "/v1/score", "/v1/feedback", "/v1/events", "/v1/explain/user_topk")
+_TARGETS: Final = (
+    _LOOKUP,
+    "/v1/lookup",
+    "/v1/score",
+    "/v1/feedback",
+    "/v1/events",
+    "/v1/explain/user_topk",
+)
 
 
 def _post(target: str, body: object, *headers: tuple[str, str]) -> Request:
@@ -22,7 +29,17 @@ def _post(target: str, body: object, *headers: tuple[str, str]) -> Request:
 
 
 def _unknown_route(draw: Draw) -> Request:
-    target = draw.rng.choice(("/", "/v1", "/v2/lookup/user_topk/x", "/v1/lookup/", "/v1/%6cookup/user_topk/x", "//", "/x"))
+    target = draw.rng.choice(
+        (
+            "/",
+            "/v1",
+            "/v2/lookup/user_topk/x",
+            "/v1/lookup/",
+            "/v1/%6cookup/user_topk/x",
+            "//",
+            "/x",
+        )
+    )
     return Request("refused", draw.rng.choice(("GET", "POST")), target)
 
 
@@ -35,7 +52,9 @@ def _unknown_table(draw: Draw) -> Request:
 
 def _wrong_method(draw: Draw) -> Request:
     method = draw.rng.choice(("PUT", "DELETE", "PATCH", "OPTIONS", "GET", "POST"))
-    target = draw.rng.choice((*_TARGETS, "/healthz", "/readyz", "/metrics", "/v1/generations", f"{_LOOKUP}/x"))
+    target = draw.rng.choice(
+        (*_TARGETS, "/healthz", "/readyz", "/metrics", "/v1/generations", f"{_LOOKUP}/x")
+    )
     return Request("refused", method, target)
 
 
@@ -56,7 +75,8 @@ def _no_json(draw: Draw) -> Request:
         b'{"entities": ["a",]}', b"\xef\xbb\xbf{}", b"{}", b'{"entities": []}', b'{"entities": {}}', b'{"entities": 5}',
         b'{"entities": ["a"], "entities": ["b"]}', b"[" * 600, b'{"entities": [{"id": "a", "colour": 1}]}',
         b'{"events": []}', b'{"events": {}}', b'{"events": [{"id": "x", "user": "\\ud800"}]}', b'{"user": "x"}',
-        b'{"user": "x", "items": []}', b'{"user": "x", "items": [5.5]}', b'{"items": ["a"]}', b'{"user": {}, "items": ["a"]}',
+        b'{"user": "x", "items": []}', b'{"user": "x", "items": [5.5]}', b'{"items": ["a"]}',
+        b'{"user": {}, "items": ["a"]}',
     ))  # fmt: skip
     return _post(draw.rng.choice(_TARGETS), body)
 
@@ -69,7 +89,8 @@ def _no_stream(draw: Draw) -> Request:
         _stream(pa.table({"id": ["a"], "k": [5]})), _stream(pa.table({"id": pa.array(["a"]).dictionary_encode()})),
         _stream(pa.table({"id": pa.array([], pa.utf8())})), _stream(pa.table({"id": [""]})),
         _stream(pa.table({"id": ["a" * 257]})), _stream(pa.table({"id": ["a"] * 1_001})),
-        _stream(ids.replace_schema_metadata({"colour": "blue"})), _stream(ids.replace_schema_metadata({"pandas": "{}"})),
+        _stream(ids.replace_schema_metadata({"colour": "blue"})),
+        _stream(ids.replace_schema_metadata({"pandas": "{}"})),
         _stream(pa.concat_tables([pa.table({"id": ["a"]})] * 70)),
     ))  # fmt: skip
     return _post(_LOOKUP, body, ("Content-Type", ARROW))
@@ -82,7 +103,9 @@ def _bad_id(draw: Draw) -> Request:
         {"entities": [{"history": "x"}]}, {"entities": [{}]}, {"entities": [{"id": None}]}, {"entities": [None]},
     ))  # fmt: skip
     if draw.chance(0.2):
-        target = draw.rng.choice((f"{_LOOKUP}/", f"{_LOOKUP}/%ff", f"{_LOOKUP}/{'a' * 257}", f"{_LOOKUP}/%zz", _LOOKUP))
+        target = draw.rng.choice(
+            (f"{_LOOKUP}/", f"{_LOOKUP}/%ff", f"{_LOOKUP}/{'a' * 257}", f"{_LOOKUP}/%zz", _LOOKUP)
+        )
         return Request("refused", "GET", target)
     return _post(_LOOKUP, body)
 
@@ -91,7 +114,10 @@ def _bad_features(draw: Draw) -> Request:
     entity = {"id": draw.user(), "features": draw.rng.choice(BAD_FEATURES)}
     if draw.chance(0.3):
         entity["history"] = draw.history()
-    return _post(f"/v1/lookup/{draw.rng.choice(('user_topk', 'user_mood', 'item_vector'))}", {"entities": [entity]})
+    return _post(
+        f"/v1/lookup/{draw.rng.choice(('user_topk', 'user_mood', 'item_vector'))}",
+        {"entities": [entity]},
+    )
 
 
 def _too_much(draw: Draw) -> Request:
@@ -133,7 +159,8 @@ def _bad_header(draw: Draw) -> Request:
 
 def _explained(draw: Draw) -> Request:
     body: Any = draw.rng.choice((
-        {"entities": ["a", "b"]}, {"entities": ["a"], "arm": "ranker=b"}, {"entities": [{"id": "a", "features": {"country": "x"}}]},
+        {"entities": ["a", "b"]}, {"entities": ["a"], "arm": "ranker=b"},
+        {"entities": [{"id": "a", "features": {"country": "x"}}]},
         {"entities": ["a"], "k": 99}, {"entities": ["a"], "generation": "nothing"},
     ))  # fmt: skip
     return _post("/v1/explain/user_topk", body)
@@ -169,10 +196,23 @@ WIRES: Final = (
     _wired("GET /healthz", _HOST),
     _wired("CONNECT larder.test:80 HTTP/1.1", _HOST),
     _wired("POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Content-Length: -1"),
-    _wired("POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Content-Length: 2", "Content-Length: 3", body=b"{}"),
+    _wired(
+        "POST /v1/lookup/user_topk HTTP/1.1",
+        _HOST,
+        "Content-Length: 2",
+        "Content-Length: 3",
+        body=b"{}",
+    ),
     _wired("POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Transfer-Encoding: gzip"),
-    _wired("POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Transfer-Encoding: chunked", body=b"xx\r\n"),
-    _wired("POST /v1/feedback HTTP/1.1", _HOST, "Transfer-Encoding: chunked", body=b"2\r\n{}\r\n0\r\nX: y\r\n\r\n"),
+    _wired(
+        "POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Transfer-Encoding: chunked", body=b"xx\r\n"
+    ),
+    _wired(
+        "POST /v1/feedback HTTP/1.1",
+        _HOST,
+        "Transfer-Encoding: chunked",
+        body=b"2\r\n{}\r\n0\r\nX: y\r\n\r\n",
+    ),
     _wired("GET /healthz HTTP/1.1", _HOST, "Connection: close"),
     _wired("GET /healthz HTTP/1.1", _HOST, "Upgrade: h2c", "Connection: upgrade"),
     _wired("GET /healthz HTTP/1.1", _HOST, "Bad Name: x"),

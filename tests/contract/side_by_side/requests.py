@@ -12,7 +12,8 @@ from tests.contract.side_by_side.differences import ARROW
 from tests.contract.side_by_side.draws import BAD_OPTIONS, TABLES, WIDTHS, Draw, quoted
 from tests.contract.side_by_side.exchange import Request
 from tests.contract.side_by_side.refusals import REFUSALS, WIRES
-from tests.contract.side_by_side.world import DIMS, Known
+from tests.contract.side_by_side.world import Known
+from tests.integration.feature_towers import DIMS
 
 BATCH_MAX: Final = 1_000
 _JSON: Final = ("Content-Type", "application/json")
@@ -56,7 +57,14 @@ def _batch(draw: Draw, _number: int) -> Request:
     headers: tuple[tuple[str, str], ...] = (_JSON, *draw.headers())
     if draw.chance(0.15):
         headers = (*headers, _ARROW_WANTED)
-    return Request("lookupBatch", "POST", f"/v1/lookup/{table}", headers, _json(draw, body), options=tuple(options))
+    return Request(
+        "lookupBatch",
+        "POST",
+        f"/v1/lookup/{table}",
+        headers,
+        _json(draw, body),
+        options=tuple(options),
+    )
 
 
 def _arrow_batch(draw: Draw, _number: int) -> Request:
@@ -68,7 +76,14 @@ def _arrow_batch(draw: Draw, _number: int) -> Request:
     headers: tuple[tuple[str, str], ...] = (_ARROW_SENT, *draw.headers())
     if draw.chance(0.8):
         headers = (*headers, _ARROW_WANTED)
-    return Request("lookupBatch", "POST", f"/v1/lookup/{table}", headers, stream_of(sent), options=tuple(options))
+    return Request(
+        "lookupBatch",
+        "POST",
+        f"/v1/lookup/{table}",
+        headers,
+        stream_of(sent),
+        options=tuple(options),
+    )
 
 
 def _tables(draw: Draw, _number: int) -> Request:
@@ -76,10 +91,14 @@ def _tables(draw: Draw, _number: int) -> Request:
     for _ in range(draw.rng.randrange(1, 12)):
         table = draw.table()
         entity = draw.entity_input(table)
-        entities.append({"table": table, **(entity if isinstance(entity, dict) else {"id": entity})})
+        entities.append(
+            {"table": table, **(entity if isinstance(entity, dict) else {"id": entity})}
+        )
     options = draw.body_options("brands" if draw.chance(0.8) else "near_topk")
     body = _json(draw, {"entities": entities, **options})
-    return Request("lookupTables", "POST", "/v1/lookup", (_JSON, *draw.headers()), body, options=tuple(options))
+    return Request(
+        "lookupTables", "POST", "/v1/lookup", (_JSON, *draw.headers()), body, options=tuple(options)
+    )
 
 
 def _score(draw: Draw, _number: int) -> Request:
@@ -87,7 +106,9 @@ def _score(draw: Draw, _number: int) -> Request:
     user = draw.entity_input("user_vector")
     items = [draw.item() for _ in range(draw.rng.choice((1, 3, 10, 10, 40, 300)))]
     body = _json(draw, {"user": user, "items": items, **options})
-    return Request("score", "POST", "/v1/score", (_JSON, *draw.headers()), body, options=tuple(options))
+    return Request(
+        "score", "POST", "/v1/score", (_JSON, *draw.headers()), body, options=tuple(options)
+    )
 
 
 def _explain(draw: Draw, _number: int) -> Request:
@@ -104,7 +125,13 @@ def _explain_input(draw: Draw, _number: int) -> Request:
     options.pop("arm", None)
     body = _json(draw, {"entities": [draw.entity_input(table)], **options})
     return Request(
-        "explainInput", "POST", f"/v1/explain/{table}", (_JSON,), body, options=tuple(options), settles=True
+        "explainInput",
+        "POST",
+        f"/v1/explain/{table}",
+        (_JSON,),
+        body,
+        options=tuple(options),
+        settles=True,
     )
 
 
@@ -124,7 +151,11 @@ def _feedback(draw: Draw, _number: int) -> Request:
 def _events(draw: Draw, number: int) -> Request:
     """Clicks, and some that are rejected; those who click are few, so that most users have the night's list."""
     rng = draw.rng
-    clicking = (*draw.known.users[4:34], *draw.known.gone[:3], *(f"stranger-{at}" for at in range(20)))
+    clicking = (
+        *draw.known.users[4:34],
+        *draw.known.gone[:3],
+        *(f"stranger-{at}" for at in range(20)),
+    )
     is_busy = draw.chance(0.1)
     events: list[Any] = []
     for at in range(140 if is_busy else rng.randrange(1, 6)):
@@ -133,7 +164,10 @@ def _events(draw: Draw, number: int) -> Request:
             "time": rng.choice((_time(rng), 1_769_000_000 + rng.randrange(900_000), 1_769_000_000.25)),
         }  # fmt: skip
         if draw.chance(0.3):
-            event |= {"type": rng.choice(("click", "buy")), "weight": rng.choice((0, -1, 2, 0.5, None))}
+            event |= {
+                "type": rng.choice(("click", "buy")),
+                "weight": rng.choice((0, -1, 2, 0.5, None)),
+            }
         events.append(event)
     if draw.chance(0.3) and not is_busy:
         events.append({**rng.choice(events), "item": draw.item()})  # its id is there before
@@ -155,7 +189,10 @@ def _values(draw: Draw, number: int) -> Request:
                 "attributes": {"price": price, "stock": rng.random() < 0.5, "tags": ["sale"]},
             }
         elif made < 0.7:
-            one |= {"user": rng.choice(draw.known.users[4:34]), "attributes": {"country": rng.randrange(5)}}
+            one |= {
+                "user": rng.choice(draw.known.users[4:34]),
+                "attributes": {"country": rng.randrange(5)},
+            }
         else:
             looks = [round(rng.gauss(0, 1.5), 4) for _ in range(DIMS)]
             one |= {
@@ -182,12 +219,16 @@ def _bad_events(draw: Draw, number: int) -> tuple[Any, ...]:
 
 def _read_only(draw: Draw, _number: int) -> Request:
     target = draw.rng.choice(READ_ONLY_TARGETS)
-    kind = {"/v1/generations": "getGenerations", "/readyz": "getReadiness", "/healthz": "getLiveness"}[target]
+    kind = {
+        "/v1/generations": "getGenerations",
+        "/readyz": "getReadiness",
+        "/healthz": "getLiveness",
+    }[target]
     return Request(kind, "GET", target, settles=True)
 
 
 def _dashboard(_draw: Draw, _number: int) -> Request:
-    return Request("dashboard", "GET", "/dashboard/data", settles=True)
+    return Request("getDashboard", "GET", "/dashboard/data", settles=True)
 
 
 def _page(draw: Draw, _number: int) -> Request:
@@ -216,7 +257,12 @@ def _bad_option(draw: Draw, _number: int) -> Request:
     if place == 1:
         sent = pa.table({"id": [entity]}).replace_schema_metadata(_texts({name: value}))
         return Request(
-            "lookupBatch", "POST", f"/v1/lookup/{table}", (_ARROW_SENT,), stream_of(sent), options=(name,)
+            "lookupBatch",
+            "POST",
+            f"/v1/lookup/{table}",
+            (_ARROW_SENT,),
+            stream_of(sent),
+            options=(name,),
         )
     if place == 2:
         body = {"user": draw.known.users[5], "items": list(draw.known.items[:3]), name: value}
@@ -236,7 +282,9 @@ def _with_token(draw: Draw, number: int) -> Request:
     recipe = draw.rng.choices(RECIPES[:8], [recipe.weight for recipe in RECIPES[:8]])[0]
     drawn = recipe.draw(draw, number)
     names = tuple(name for name in draw.known.tokens if name != "all")
-    token = draw.rng.choice((*(f"Bearer {draw.known.tokens[name]}" for name in names), "Bearer x", "", "Basic eDp5"))
+    token = draw.rng.choice(
+        (*(f"Bearer {draw.known.tokens[name]}" for name in names), "Bearer x", "", "Basic eDp5")
+    )
     return drawn.numbered(number, (("Authorization", token),))
 
 
@@ -297,4 +345,3 @@ def _json(draw: Draw, body: Any) -> bytes:
 
 def _time(rng: random.Random) -> str:
     return f"2026-02-{rng.randrange(1, 28):02d}T{rng.randrange(24):02d}:00:00{rng.choice(('Z', '', '+02:00'))}"
-

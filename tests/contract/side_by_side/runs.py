@@ -58,7 +58,9 @@ class Met:
             ("requests", self.kinds), ("statuses", self.statuses), ("options", self.options), ("forms", self.forms),
         )]  # fmt: skip
         for name in sorted({name for name, _ in self.words}):
-            counts = Counter({word: count for (known, word), count in self.words.items() if known == name})
+            counts = Counter(
+                {word: count for (known, word), count in self.words.items() if known == name}
+            )
             lines.append(f"{name}: {_listed(counts)}")
         return "\n".join(lines)
 
@@ -88,21 +90,24 @@ class Run:
         answers, found = self.twins.compare(asked)
         self.met.note(asked, answers[0])
         if found is not None:
-            self.differing.append(
-                f"request {asked.number} of seed {self.seed} ({asked.kind})\n  {asked.curl(self.twins.urls[0])}\n  {found}"
-            )
-        elif asked.kind == "sendEvents" and answers[0].status == 202:
-            if orjson.loads(answers[0].body)["accepted"]:
-                has_values = any(word in asked.body for word in _VALUES)
-                self.twins.follow_events(answers, has_values=has_values)
+            told = f"request {asked.number} of seed {self.seed} ({asked.kind})"
+            self.differing.append(f"{told}\n  {asked.curl(self.twins.urls[0])}\n  {found}")
+        elif answers[0].status == 202 and orjson.loads(answers[0].body)["accepted"]:
+            has_values = any(word in asked.body for word in _VALUES)
+            self.twins.follow_events(answers, has_values=has_values)
         return answers
 
     def check(self) -> None:
         """Raise AssertionError with all that differed."""
         if self.differing:
             shown = "\n".join(self.differing)
-            raise AssertionError(f"left is the frozen commit, right this tree (LARDER_SEED={self.seed} repeats it)\n{shown}")
+            told = (
+                f"left is the frozen commit, right this tree (LARDER_SEED={self.seed} repeats it)"
+            )
+            raise AssertionError(f"{told}\n{shown}")
 
 
 def _listed(counts: "Counter[str] | Counter[int]") -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda pair: str(pair[0])))
+    return ", ".join(
+        f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda pair: str(pair[0]))
+    )

@@ -21,7 +21,7 @@ from tests.polling import until
 
 LAUNCH: Final = Path(__file__).with_name("launch")
 SETTLE_S: Final = 30.0
-SHAPES: Final = frozenset({"dashboard"})
+SHAPES: Final = frozenset({"getDashboard"})
 """Kinds of requests whose answers hold counts and clocks: names and types alone are compared."""
 _PROBE_PRICE: Final = 1_000_000
 _PROBE_TIME: Final = "2026-01-01T00:00:00Z"
@@ -47,7 +47,9 @@ class Twins:
         for line, position in zip(self._lines, self._as_of, strict=True):
             line.send(_with_position(request, raw, position))
         is_head = request.method == "HEAD"
-        left, right = (line.receive(is_head=is_head, ends=bool(request.wire)) for line in self._lines)
+        left, right = (
+            line.receive(is_head=is_head, ends=bool(request.wire)) for line in self._lines
+        )
         return left, right
 
     def compare(self, request: Request) -> tuple[tuple[Answer, Answer], Difference | None]:
@@ -118,7 +120,13 @@ class Twins:
 
 @contextmanager
 def twins(
-    folder: Path, shop: Shop, checkouts: Checkouts, *, settings: str = "larder", token: str = "", **more: str
+    folder: Path,
+    shop: Shop,
+    checkouts: Checkouts,
+    *,
+    settings: str = "larder",
+    token: str = "",
+    **more: str,
 ) -> Iterator[Twins]:
     """Services of both checkouts, each with a copy of the shop's Redis, over one copy of the shop's folder."""
     shop = shop.copied_to(folder / "shop")
@@ -150,4 +158,6 @@ def _with_position(request: Request, raw: bytes, position: bytes) -> bytes:
     if AS_OF.encode() not in raw or request.wire:
         return raw
     body = request.body.replace(AS_OF.encode(), position)
-    return replace(request, target=request.target.replace(AS_OF, position.decode()), body=body).raw()
+    return replace(
+        request, target=request.target.replace(AS_OF, position.decode()), body=body
+    ).raw()

@@ -4,6 +4,7 @@ import hashlib
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ from precompute.canary import trial
 from precompute.config.settings import NightConfig, night_config
 from precompute.experiments import changes
 from precompute.experiments.edits import ArmOption, ExperimentOption
+from tests.checkouts import Checkout
 from tests.conftest import redis_binary
+from tests.contract.side_by_side.commands import Outcome, outcomes
 from tests.integration.feature_towers import (
     COUNTRIES,
     DIMS,
@@ -44,13 +47,21 @@ USERS, ITEMS = 150, 300
 BRANDS: Final = ("acme", "best", "größe", "x,y", "initech")
 TAGS: Final = ("new", "sale", "blue", "red")
 FEATURE_TEXT_BYTES: Final = 4_096
-LIMITS: Final = {"max_history": 300, "max_exclude": 300, "max_ids": 1_500, "max_numbers": 3_000, "body_bytes": 400_000}
+LIMITS: Final = {
+    "max_history": 300,
+    "max_exclude": 300,
+    "max_ids": 1_500,
+    "max_numbers": 3_000,
+    "body_bytes": 400_000,
+}
 """Bounds of a request, low enough for cheap requests to reach them."""
 OF_ONE: Final = 400
 """Events of one user that are accepted."""
 
 SCOPES: Final = ("read", "score", "feedback", "events", "explain", "admin")
-TOKENS: Final = {name: f"token-of-{name}" for name in ("all", "reader", "expired", "slow", "few", "single")}
+TOKENS: Final = {
+    name: f"token-of-{name}" for name in ("all", "reader", "expired", "slow", "few", "single")
+}
 """Token by its name; `all` may do everything."""
 _TOKENS_FILE: Final[Mapping[str, Mapping[str, Any]]] = {
     "all": {"scopes": SCOPES},
@@ -80,7 +91,6 @@ user_features = "users.parquet"
 item_features = "items.parquet"
 item_attributes = ["brand", "tags", "price", "stock", "since"]
 [events]
-enabled = true
 of_one = {of_one}
 {events}
 [tables.user_topk]
@@ -124,7 +134,14 @@ _LENIENT: Final = (
     "index_recall", "int8_overlap", "int8_cosine", "skew_overlap", "skew_cosine", "exact", "distinct_lists",
     "list_jaccard", "list_jaccard_retrained", "distinct_lists_of_live", "heldout_of_live",
 )  # fmt: skip
-_SHIFTING: Final = ("score_psi", "score_psi_retrained", "top_items", "single_item", "top_items_of_live", "stale_lists")
+_SHIFTING: Final = (
+    "score_psi",
+    "score_psi_retrained",
+    "top_items",
+    "single_item",
+    "top_items_of_live",
+    "stale_lists",
+)
 
 CALM: Final[Mapping[str, str]] = {
     **{f"LARDER_{name.upper()}": str(bound) for name, bound in LIMITS.items()},
@@ -163,11 +180,16 @@ class RedisCopy:
                 name for name in client.scan_iter() if not name.endswith(b":replicas")
             )
             rows: list[Any] = [(name, client.pttl(name), client.dump(name)) for name in chosen]
-        return cls(tuple((name, max(0, left_ms), dumped) for name, left_ms, dumped in rows if dumped))
+        return cls(
+            tuple((name, max(0, left_ms), dumped) for name, left_ms, dumped in rows if dumped)
+        )
 
     def restore(self, url: str) -> None:
         """Write all of them, also over those that are there."""
-        with redis.Redis.from_url(url, protocol=3) as client, client.pipeline(transaction=False) as pipe:
+        with (
+            redis.Redis.from_url(url, protocol=3) as client,
+            client.pipeline(transaction=False) as pipe,
+        ):
             for name, left_ms, dumped in self.keys:
                 pipe.restore(name, left_ms, dumped, replace=True)
             pipe.execute()
@@ -205,7 +227,9 @@ class Shop:
 
     def config(self, redis_url: str, settings: str = "larder") -> NightConfig:
         """Settings of its nights."""
-        return night_config(str(self.folder / f"{settings}.toml"), self.environ(redis_url, settings))
+        return night_config(
+            str(self.folder / f"{settings}.toml"), self.environ(redis_url, settings)
+        )
 
     def environ(self, redis_url: str, settings: str = "larder") -> dict[str, str]:
         """Environment of its programs."""
@@ -232,17 +256,24 @@ class Shop:
             user_tower=from_history_and_country(len(clicks.item_ids)), item_tower=from_looks(),
             values={"mood": from_mood()},
         )  # fmt: skip
-        gates = [*(f"{name} = 0.0" for name in _LENIENT), *(f"{name} = 1000.0" for name in _SHIFTING)]
+        gates = [
+            *(f"{name} = 0.0" for name in _LENIENT),
+            *(f"{name} = 1000.0" for name in _SHIFTING),
+        ]
         for name, namespace, events in (
-            ("larder", NAMESPACE, ""),
-            ("arm", ARM_NAMESPACE, f'namespace = "{NAMESPACE}"'),
+            ("larder", NAMESPACE, "enabled = true"),
+            ("arm", ARM_NAMESPACE, f'enabled = true\nnamespace = "{NAMESPACE}"'),
+            ("bare", NAMESPACE, ""),
         ):
             text = _SETTINGS.format(
                 namespace=namespace, never=NEVER, events=events, gates="\n".join(gates), of_one=OF_ONE,
                 text_bytes=FEATURE_TEXT_BYTES,
             )  # fmt: skip
             (self.folder / f"{name}.toml").write_text(text)
-        entries = {name: {"sha256": _digest_of(TOKENS[name]), **told} for name, told in _TOKENS_FILE.items()}
+        entries = {
+            name: {"sha256": _digest_of(TOKENS[name]), **told}
+            for name, told in _TOKENS_FILE.items()
+        }
         tokens = self.folder / "tokens.json"
         tokens.write_bytes(orjson.dumps({"version": 1, "tokens": entries}))
         tokens.chmod(0o600)
@@ -260,6 +291,39 @@ class Shop:
         return tuple(chosen)
 
 
+@dataclass(frozen=True)
+class Nights:
+    """The first night of each checkout: their shops, the Redis of each, and how their commands ended."""
+
+    shops: tuple[Shop, Shop]
+    redis_urls: tuple[str, str]
+    outcomes: tuple[list[Outcome], list[Outcome]]
+
+    def files(self, side: int) -> dict[str, bytes]:
+        """Content of all files of the generation, by their path in it."""
+        generation = self.outcomes[side][0].document["generation"]
+        folder = self.shops[side].folder / "artifacts" / NAMESPACE / "generations" / generation
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def run_nights(
+    folder: Path, checkouts: tuple[Checkout, Checkout], redis_urls: tuple[str, str]
+) -> Nights:
+    """Run `larder night` of both checkouts over the same sources."""
+    sources = Shop(folder / "sources")
+    sources.write_sources()
+    shops = sources.copied_to(folder / "left"), sources.copied_to(folder / "right")
+    commands = (("night", "--data-until", CUTS[0], "--json"), ("status", "--json"))
+    environs = [shop.environ(url) for shop, url in zip(shops, redis_urls, strict=True)]
+    with ThreadPoolExecutor(2) as pool:
+        left, right = [
+            pool.submit(outcomes, checkout, shop.folder, environ, commands)
+            for checkout, shop, environ in zip(checkouts, shops, environs, strict=True)
+        ]
+        return Nights(shops, redis_urls, (left.result(), right.result()))
+
+
 def finish_shop(shop: Shop, redis_url: str) -> None:
     """Add to a first night all that the shop has: more generations, an arm, a canary, a blocklist, damaged pages."""
     config, arm = shop.config(redis_url), shop.config(redis_url, "arm")
@@ -269,7 +333,9 @@ def finish_shop(shop: Shop, redis_url: str) -> None:
     of_arm = publish_night(arm, CUTS[0])
     tried = build_verified(config, CUTS[2])
     pin(config, previous)
-    users = tuple(sorted(set(pq.read_table(shop.folder / "interactions.parquet")["user"].to_pylist())))
+    users = tuple(
+        sorted(set(pq.read_table(shop.folder / "interactions.parquet")["user"].to_pylist()))
+    )
     items = tuple(pq.read_table(shop.folder / "items.parquet")["item"].to_pylist())
     blocked_items, blocked_users = items[5:8], users[:2]
     change_blocklist(

@@ -27,7 +27,14 @@ def main() -> None:
                 code = stop.code
         os.environ.clear()
         os.environ.update(environ)
-        outcomes.append({"words": words, "code": code or 0, "shown": shown.getvalue(), "errors": errors.getvalue()})
+        outcomes.append(
+            {
+                "words": words,
+                "code": code or 0,
+                "shown": shown.getvalue(),
+                "errors": errors.getvalue(),
+            }
+        )
     print(json.dumps(outcomes))
 
 

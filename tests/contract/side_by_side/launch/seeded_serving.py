@@ -22,7 +22,7 @@ class SeededRandom(random.Random):
 def main() -> None:
     """Run `python -m serving` of the checkout in this process."""
     random.seed(_SEED)
-    random.Random = SeededRandom  # type: ignore[misc]
+    random.Random = SeededRandom  # type: ignore[assignment, misc]
     sys.path.insert(0, os.environ["LARDER_CHECKOUT"])
     runpy.run_module("serving", run_name="__main__", alter_sys=True)
 

@@ -1,0 +1,51 @@
+"""Names, types and labels of metrics as a service exposes them."""
+
+from collections import defaultdict
+from typing import Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.contract.side_by_side.differences import Difference
+
+CHANCE: Final = frozenset(
+    {
+        "le",
+        "stage",
+        "quantile",
+        "generation",
+        "version",
+        "collector",
+        "loop",
+        "name",
+        "replica",
+        "host",
+    }
+)
+"""Labels whose values depend on the machine, the moment or the run."""
+
+
+def exposed(text: str) -> dict[str, set[tuple[str, tuple[tuple[str, str], ...]]]]:
+    """Samples of each family, under its name and type: their names, and labels with the values that do not vary."""
+    families: defaultdict[str, set[tuple[str, tuple[tuple[str, str], ...]]]] = defaultdict(set)
+    for family in text_string_to_metric_families(text):
+        samples = families[f"{family.name} ({family.type})"]
+        for sample in family.samples:
+            labels = (
+                (name, "" if name in CHANCE else value) for name, value in sample.labels.items()
+            )
+            samples.add((sample.name, tuple(sorted(labels))))
+    return dict(families)
+
+
+def difference_of_metrics(left: str, right: str) -> Difference | None:
+    """The first family that two expositions do not have alike."""
+    before, after = exposed(left), exposed(right)
+    for name in sorted(before.keys() | after.keys()):
+        mine, theirs = before.get(name), after.get(name)
+        if mine != theirs:
+            only = (
+                sorted((mine or set()) - (theirs or set())),
+                sorted((theirs or set()) - (mine or set())),
+            )
+            return Difference(name, *only)
+    return None

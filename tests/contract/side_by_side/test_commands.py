@@ -1,0 +1,134 @@
+"""Commands of `larder` end with the same codes in both, and tell programs under the same names."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from infra.cli.commands import BY_NAME
+from tests.contract.side_by_side.commands import Outcome, difference_of_outcomes, outcomes
+from tests.contract.side_by_side.stages import await_ready
+from tests.contract.side_by_side.twins import Checkouts, twins
+from tests.contract.side_by_side.world import ARM_NAMESPACE, CUTS, NAMESPACE, Shop, running_redis
+
+pytestmark = pytest.mark.storm
+
+NEXT_CUT = "2026-01-30T00:00:00Z"
+ENDLESS = {"demo", "redis", "serve"}
+"""Commands that go on until they are stopped."""
+
+
+def commands_of(live: str, previous: str, tried: str, user: str, item: str) -> list[list[str]]:
+    """Commands over a shop, in this order: what each leaves is what the next one meets; many are refused."""
+    why = ["--reason", "a test"]
+    arms = ["--arm", f"control={NAMESPACE}:0.5", "--arm", f"b={ARM_NAMESPACE}:0.5"]
+    return [
+        [], ["--help"], ["--version"], ["nothing"], ["night", "--nothing"], ["night", "--help"],
+        ["check", "--json"], ["status", "--json"], ["status"], ["plan", "--json"], ["plan", "--json", "--qps", "100"],
+        ["plan", "--json", "--qps", "x"],
+        ["audit", "--json"], ["audit", "--json", "--since", "2026-01-01"], ["audit", "--since", "soon"],
+        ["worklist", "--json"], ["worklist", "--json", "--limit", "2"],
+        ["pin", previous, *why, "--json"], ["pin", "nothing", *why, "--json"], ["pin", previous],
+        ["unpin", previous, "--json"], ["unpin", "nothing", "--json"],
+        ["block", "--item", item, "--json", *why], ["unblock", "--item", item, "--json"], ["block", "--json"],
+        ["block", "--entity", user, "--item", item, "--json"], ["unblock", "--entity", user, "--json"],
+        ["erase", user, "--json", *why], ["erase", "--list", "--json"], ["erase", user, "--status", "--json"],
+        ["erase", user, "--forget", "--json", *why], ["erase", "--json"], ["erase", "nobody", "--status", "--json"],
+        ["experiment", "start", "ranker", "--share", "0.4", *arms, "--json"],
+        ["experiment", "start", "other", "--json"],
+        ["experiment", "start", "other", "--arm", "control=nothing:1", "--json"],
+        ["experiment", "status", "ranker", "--json"], ["experiment", "status", "nothing", "--json"],
+        ["experiment", "share", "ranker", "--share", "0.6", "--json"], ["experiment", "share", "--holdout", "0.05", "--json"],
+        ["experiment", "share", "ranker", "--share", "7", "--json"], ["experiment", "exposures", "--json"],
+        ["experiment", "stop", "ranker", *why, "--json"], ["experiment", "retire", "ranker", "--json"],
+        ["canary", "status", "--json"], ["canary", "start", "nothing", "--json"],
+        ["canary", "start", tried, "--percent", "20", "--json"], ["canary", "status", "--json"],
+        ["canary", "abandon", "--json"], ["canary", "abandon", *why, "--json"], ["canary", "publish", "--json"],
+        ["override", tried, "--rule", "nothing", *why, "--json"], ["override", tried, "--json"],
+        ["verify", tried, "--json"], ["publish", tried, "--json"], ["publish", "nothing", "--json"],
+        ["roll-back", "--json"], ["roll-back", *why, "--json"], ["roll-back", "--to", "nothing", *why, "--json"],
+        ["warm", live, "--json"], ["retire", live, "--json"], ["restore", "--json"], ["restore", "--adopt", "--json"],
+        ["take-events", "--json"], ["night", "--data-until", CUTS[0], "--json"],
+        ["night", "--data-until", "soon", "--json"], ["night", "--until", "nothing"],
+        ["begin", "--data-until", NEXT_CUT, "--json"], ["score", "nothing", "--json"], ["index", "nothing", "--json"],
+        ["quantize", "nothing", "--json"], ["load", "nothing", "--json"], ["verify", "nothing", "--json"],
+        ["night", "--data-until", NEXT_CUT, "--json"], ["status", "--json"],
+        ["freshness", "--json"], ["hand-over", "bundle", "--json"], ["hand-over", "nothing", "--json"],
+        ["tokens", "add", "one", "--scope", "read", "--file", "made.json", "--json"],
+        ["tokens", "add", "one", "--file", "made.json", "--json"], ["tokens", "list", "--file", "made.json", "--json"],
+        ["tokens", "revoke", "one", "--file", "made.json", "--json"],
+        ["tokens", "revoke", "one", "--file", "made.json", "--json"], ["tokens", "list", "--json"],
+        ["init", ".", "--output", "made.toml", "--json"], ["init", ".", "--output", "made.toml", "--json"],
+        ["init", "nothing", "--json"],
+        ["import", "vectors", "--items", "items.parquet", "--vector-column", "looks", "--to", "made", "--json"],
+        ["import", "vectors", "--items", "nothing", "--to", "made-2", "--json"], ["import", "nothing"],
+        ["dags", "install", "dags-folder", "--json"], ["dags", "install", "dags-folder", "--json"], ["dags"],
+        ["train", "--data-until", CUTS[0], "--json"], ["train", "--data-until", "soon", "--json"],
+        ["completion", "nothing"], ["completion", "bash"], ["explain"], ["lookup", "user_topk"],
+        ["lookup", "user_topk", "a", "--url", "http://127.0.0.1:1", "--json"], ["top", "--once", "--url", "ftp://a"],
+        ["top", "--json", "--url", "http://127.0.0.1:1"], ["--config", "nothing.toml", "status"],
+    ]  # fmt: skip
+
+
+def asking(url: str, known: str) -> list[list[str]]:
+    """Commands that ask a running service."""
+    at = ["--url", url, "--json"]
+    return [
+        ["lookup", "user_topk", known, *at], ["lookup", "user_topk", known, "--k", "3", *at],
+        ["lookup", "user_topk", known, "--k", "999", *at], ["lookup", "nothing", known, *at],
+        ["lookup", "user_topk", "new", "--history", "i-00001,i-00002", "--features", '{"country": 1}', *at],
+        ["lookup", "user_topk", known, "--filter", "in_stock", "--rerank", "varied", *at],
+        ["lookup", "user_topk", known, "--filter", "{", *at], ["lookup", "user_topk", known, "--generation", "x", *at],
+        ["explain", "user_topk", known, *at], ["explain", "user_vector", "nobody", *at],
+        ["explain", "user_topk", "new", "--history", "i-00001", "--features", '{"country": 1}', *at],
+        ["explain", "nothing", known, *at], ["top", *at],
+    ]  # fmt: skip
+
+
+def test_commands_of_a_shop(checkouts: Checkouts, shop: Shop, tmp_path: Path) -> None:
+    known = shop.known
+    commands = commands_of(*known.generations[:3], known.users[40], known.items[40])
+    sides = []
+    for side, checkout in zip(("left", "right"), checkouts, strict=True):
+        with running_redis(tmp_path / f"redis-{side}") as url:
+            shop.redis.restore(url)
+            own = shop.copied_to(tmp_path / side)
+            sides.append(outcomes(checkout, own.folder, own.environ(url), commands))
+
+    codes: defaultdict[str, set[int]] = defaultdict(set)
+    for outcome in sides[0]:
+        codes[outcome.words[0] if outcome.words else ""].add(outcome.code)
+    print(
+        "\n".join(
+            f"{name}: {', '.join(map(str, sorted(found)))}" for name, found in sorted(codes.items())
+        )
+    )
+    assert_alike(sides)
+    assert BY_NAME.keys() - codes.keys() == ENDLESS
+
+
+def test_commands_that_ask_a_service(checkouts: Checkouts, shop: Shop, tmp_path: Path) -> None:
+    with twins(tmp_path, shop, checkouts) as pair:
+        await_ready(pair)
+        sides = [
+            outcomes(
+                checkout,
+                pair.shop.folder,
+                pair.shop.environ(redis_url),
+                asking(url, shop.known.users[40]),
+            )
+            for checkout, url, redis_url in zip(checkouts, pair.urls, pair.redis_urls, strict=True)
+        ]
+
+    assert_alike(sides)
+
+
+def assert_alike(sides: Sequence[Sequence[Outcome]]) -> None:
+    """Raise AssertionError with the commands that did not end alike."""
+    differing = [
+        f"larder {' '.join(left.words)}: {found}"
+        for left, right in zip(*sides, strict=True)
+        if (found := difference_of_outcomes(left, right)) is not None
+    ]
+    assert not differing, "\n".join(differing)
