@@ -38,7 +38,7 @@ def lost_defects(frozen: list[Frozen], planted: set[str]) -> list[str]:
 def test_no_planted_defect_is_lost() -> None:
     frozen = frozen_defects(LISTED.read_text())
 
-    assert len(frozen) >= 60
+    assert len(frozen) >= 54
     assert lost_defects(frozen, PLANTED) == []
 
 

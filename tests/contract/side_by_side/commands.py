@@ -1,6 +1,8 @@
 """Commands of `larder` by two checkouts, each over its own copy of a folder and with its own Redis."""
 
 import json
+import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,13 @@ class Outcome:
     errors: str
 
     @property
+    def error_code(self) -> str:
+        """Code of the error that it ended with, such as `conflict`, "" without one."""
+        lines = self.errors.strip().splitlines() or [""]
+        found = re.match(r"[a-z0-9_]+(?=: )", lines[-1])
+        return found[0] if found else ""
+
+    @property
     def document(self) -> Any:
         """What it printed as JSON: one document, or one in each line; None where it printed none."""
         try:
@@ -42,8 +51,6 @@ def outcomes(
     checkout: Checkout, folder: Path, environ: dict[str, str], commands: Sequence[Words]
 ) -> list[Outcome]:
     """Outcomes of these commands of a checkout, run in `folder`, with this environment."""
-    import subprocess
-
     variables = checkout.environment({**environ, "LARDER_CHECKOUT": str(checkout.root)})
     done = subprocess.run(
         [checkout.python, LAUNCH / "many_commands.py"], cwd=folder, env=variables,
@@ -52,7 +59,9 @@ def outcomes(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4_000:]
     return [
-        Outcome(tuple(one["words"]), one["code"], one["shown"], one["errors"])
+        Outcome(
+            tuple(one["words"]), one["code"], one["shown"].replace(str(folder), "."), one["errors"]
+        )
         for one in json.loads(done.stdout.splitlines()[-1])
     ]
 
@@ -65,6 +74,8 @@ def difference_of_outcomes(left: Outcome, right: Outcome) -> Difference | None:
             for outcome in (left, right)
         )
         return Difference("exit code", *told)
+    if left.error_code != right.error_code:
+        return Difference("code of the error", left.errors[-300:], right.errors[-300:])
     if "--json" not in left.words:
         return None
     return next(differences_of_values(left.document, right.document, "--json", is_shape=True), None)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.checkouts import NoCheckout, frozen_checkout, working_tree
+from tests.contract.side_by_side.nights import Nights, run_nights
 from tests.contract.side_by_side.twins import Checkouts
-from tests.contract.side_by_side.world import Nights, Shop, finish_shop, run_nights, running_redis
+from tests.contract.side_by_side.world import Shop, finish_shop, running_redis
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,6 @@ from tests.contract.side_by_side.requests import request
 from tests.contract.side_by_side.twins import Twins
 from tests.contract.side_by_side.world import Known
 
-SHOWN: Final = 5
-"""Differences after which a run ends."""
 _WORDS: Final = re.compile(rb'"(code|reason|live|source|producer|reranked|stale)":"([a-z0-9_+,]+)"')
 _VALUES: Final = (b'"attributes"', b'"features"', b'"vector"')
 
@@ -73,6 +71,8 @@ class Run:
     seed: int
     known: Known
     met: Met = field(default_factory=Met)
+    most: int = 5
+    """Differences after which the run ends."""
     differing: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -81,7 +81,7 @@ class Run:
         began = time.monotonic()
         for number in numbers:
             self.send(request(self.seed, number, self.known, self.twins.headers))
-            if len(self.differing) >= SHOWN:
+            if len(self.differing) >= self.most:
                 break
         self.seconds += time.monotonic() - began
 

@@ -10,7 +10,14 @@ from infra.cli.commands import BY_NAME
 from tests.contract.side_by_side.commands import Outcome, difference_of_outcomes, outcomes
 from tests.contract.side_by_side.stages import await_ready
 from tests.contract.side_by_side.twins import Checkouts, twins
-from tests.contract.side_by_side.world import ARM_NAMESPACE, CUTS, NAMESPACE, Shop, running_redis
+from tests.contract.side_by_side.world import (
+    ARM_NAMESPACE,
+    CUTS,
+    NAMESPACE,
+    Known,
+    Shop,
+    running_redis,
+)
 
 pytestmark = pytest.mark.storm
 
@@ -19,8 +26,10 @@ ENDLESS = {"demo", "redis", "serve"}
 """Commands that go on until they are stopped."""
 
 
-def commands_of(live: str, previous: str, tried: str, user: str, item: str) -> list[list[str]]:
+def commands_of(known: Known) -> list[list[str]]:
     """Commands over a shop, in this order: what each leaves is what the next one meets; many are refused."""
+    live, previous, tried, _ = known.generations
+    user, item = known.users[40], known.items[40]
     why = ["--reason", "a test"]
     arms = ["--arm", f"control={NAMESPACE}:0.5", "--arm", f"b={ARM_NAMESPACE}:0.5"]
     return [
@@ -39,7 +48,8 @@ def commands_of(live: str, previous: str, tried: str, user: str, item: str) -> l
         ["experiment", "start", "other", "--json"],
         ["experiment", "start", "other", "--arm", "control=nothing:1", "--json"],
         ["experiment", "status", "ranker", "--json"], ["experiment", "status", "nothing", "--json"],
-        ["experiment", "share", "ranker", "--share", "0.6", "--json"], ["experiment", "share", "--holdout", "0.05", "--json"],
+        ["experiment", "share", "ranker", "--share", "0.6", "--json"],
+        ["experiment", "share", "--holdout", "0.05", "--json"],
         ["experiment", "share", "ranker", "--share", "7", "--json"], ["experiment", "exposures", "--json"],
         ["experiment", "stop", "ranker", *why, "--json"], ["experiment", "retire", "ranker", "--json"],
         ["canary", "status", "--json"], ["canary", "start", "nothing", "--json"],
@@ -48,20 +58,22 @@ def commands_of(live: str, previous: str, tried: str, user: str, item: str) -> l
         ["override", tried, "--rule", "nothing", *why, "--json"], ["override", tried, "--json"],
         ["verify", tried, "--json"], ["publish", tried, "--json"], ["publish", "nothing", "--json"],
         ["roll-back", "--json"], ["roll-back", *why, "--json"], ["roll-back", "--to", "nothing", *why, "--json"],
-        ["warm", live, "--json"], ["retire", live, "--json"], ["restore", "--json"], ["restore", "--adopt", "--json"],
+        ["warm", live, "--json"], ["retire", live], ["retire", "--json"],
+        ["restore", "--json"], ["restore", "--adopt", "--json"],
         ["take-events", "--json"], ["night", "--data-until", CUTS[0], "--json"],
         ["night", "--data-until", "soon", "--json"], ["night", "--until", "nothing"],
         ["begin", "--data-until", NEXT_CUT, "--json"], ["score", "nothing", "--json"], ["index", "nothing", "--json"],
         ["quantize", "nothing", "--json"], ["load", "nothing", "--json"], ["verify", "nothing", "--json"],
         ["night", "--data-until", NEXT_CUT, "--json"], ["status", "--json"],
         ["freshness", "--json"], ["hand-over", "bundle", "--json"], ["hand-over", "nothing", "--json"],
-        ["tokens", "add", "one", "--scope", "read", "--file", "made.json", "--json"],
-        ["tokens", "add", "one", "--file", "made.json", "--json"], ["tokens", "list", "--file", "made.json", "--json"],
-        ["tokens", "revoke", "one", "--file", "made.json", "--json"],
-        ["tokens", "revoke", "one", "--file", "made.json", "--json"], ["tokens", "list", "--json"],
+        ["tokens", "--file", "made.json", "add", "one", "--scope", "read", "--json"],
+        ["tokens", "--file", "made.json", "add", "one", "--scope", "read", "--json"],
+        ["tokens", "add", "one", "--json"], ["tokens", "--file", "made.json", "list", "--json"],
+        ["tokens", "--file", "made.json", "revoke", "one", "--json"],
+        ["tokens", "--file", "made.json", "revoke", "one", "--json"], ["tokens", "list", "--json"],
         ["init", ".", "--output", "made.toml", "--json"], ["init", ".", "--output", "made.toml", "--json"],
-        ["init", "nothing", "--json"],
-        ["import", "vectors", "--items", "items.parquet", "--vector-column", "looks", "--to", "made", "--json"],
+        ["init", "nothing", "--json"], ["init", "artifacts", "--output", "less.toml", "--json"],
+        ["import", "vectors", "--items", "vectors.parquet", "--to", "made", "--json"],
         ["import", "vectors", "--items", "nothing", "--to", "made-2", "--json"], ["import", "nothing"],
         ["dags", "install", "dags-folder", "--json"], ["dags", "install", "dags-folder", "--json"], ["dags"],
         ["train", "--data-until", CUTS[0], "--json"], ["train", "--data-until", "soon", "--json"],
@@ -88,7 +100,7 @@ def asking(url: str, known: str) -> list[list[str]]:
 
 def test_commands_of_a_shop(checkouts: Checkouts, shop: Shop, tmp_path: Path) -> None:
     known = shop.known
-    commands = commands_of(*known.generations[:3], known.users[40], known.items[40])
+    commands = commands_of(known)
     sides = []
     for side, checkout in zip(("left", "right"), checkouts, strict=True):
         with running_redis(tmp_path / f"redis-{side}") as url:

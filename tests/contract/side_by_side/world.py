@@ -4,7 +4,6 @@ import hashlib
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -26,9 +25,7 @@ from precompute.canary import trial
 from precompute.config.settings import NightConfig, night_config
 from precompute.experiments import changes
 from precompute.experiments.edits import ArmOption, ExperimentOption
-from tests.checkouts import Checkout
 from tests.conftest import redis_binary
-from tests.contract.side_by_side.commands import Outcome, outcomes
 from tests.integration.feature_towers import (
     COUNTRIES,
     DIMS,
@@ -251,6 +248,8 @@ class Shop:
         }  # fmt: skip
         pq.write_table(pa.table(table), self.folder / "users.parquet")
         pq.write_table(_items_table(clicks.item_ids), self.folder / "items.parquet")
+        vectors = {"item": clicks.item_ids, "vector": vectors_column(len(clicks.item_ids), 4)}
+        pq.write_table(pa.table(vectors), self.folder / "vectors.parquet")
         write_bundle(
             self.folder / "bundle", name="sides", version="1", dims=DIMS, item_ids=list(clicks.item_ids),
             user_tower=from_history_and_country(len(clicks.item_ids)), item_tower=from_looks(),
@@ -289,39 +288,6 @@ class Shop:
         keep = pa.array([user not in chosen for user in users["user"].to_pylist()])
         pq.write_table(users.filter(keep), self.folder / "users.parquet")
         return tuple(chosen)
-
-
-@dataclass(frozen=True)
-class Nights:
-    """The first night of each checkout: their shops, the Redis of each, and how their commands ended."""
-
-    shops: tuple[Shop, Shop]
-    redis_urls: tuple[str, str]
-    outcomes: tuple[list[Outcome], list[Outcome]]
-
-    def files(self, side: int) -> dict[str, bytes]:
-        """Content of all files of the generation, by their path in it."""
-        generation = self.outcomes[side][0].document["generation"]
-        folder = self.shops[side].folder / "artifacts" / NAMESPACE / "generations" / generation
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-def run_nights(
-    folder: Path, checkouts: tuple[Checkout, Checkout], redis_urls: tuple[str, str]
-) -> Nights:
-    """Run `larder night` of both checkouts over the same sources."""
-    sources = Shop(folder / "sources")
-    sources.write_sources()
-    shops = sources.copied_to(folder / "left"), sources.copied_to(folder / "right")
-    commands = (("night", "--data-until", CUTS[0], "--json"), ("status", "--json"))
-    environs = [shop.environ(url) for shop, url in zip(shops, redis_urls, strict=True)]
-    with ThreadPoolExecutor(2) as pool:
-        left, right = [
-            pool.submit(outcomes, checkout, shop.folder, environ, commands)
-            for checkout, shop, environ in zip(checkouts, shops, environs, strict=True)
-        ]
-        return Nights(shops, redis_urls, (left.result(), right.result()))
 
 
 def finish_shop(shop: Shop, redis_url: str) -> None:

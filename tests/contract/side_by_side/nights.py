@@ -1,0 +1,74 @@
+"""The first night of a shop by both checkouts, and how the two differ."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import orjson
+
+from tests.contract.side_by_side.commands import Outcome, difference_of_outcomes, outcomes
+from tests.contract.side_by_side.differences import differences_of_values
+from tests.contract.side_by_side.twins import Checkouts
+from tests.contract.side_by_side.world import CUTS, NAMESPACE, Shop
+
+COMMANDS: Final = (("night", "--data-until", CUTS[0], "--json"), ("status", "--json"))
+MANIFEST: Final = "manifest.json"
+INTERNAL: Final = re.compile(r"(work|times)/")
+"""Files of a night that only the steps of that night read."""
+MOMENTARY: Final = re.compile(r"\.(created_at|user_s|note|speedup_\w+|timings\.\w+)$")
+"""Fields of a manifest that say when it was made, how long that took, and how full Redis was."""
+
+
+@dataclass(frozen=True)
+class Nights:
+    """The first night of each checkout: their shops, the Redis of each, and how their commands ended."""
+
+    shops: tuple[Shop, Shop]
+    redis_urls: tuple[str, str]
+    outcomes: tuple[list[Outcome], list[Outcome]]
+
+    def files(self, side: int) -> dict[str, bytes]:
+        """Content of all files of the generation, by their path in it."""
+        generation = self.outcomes[side][0].document["generation"]
+        folder = self.shops[side].folder / "artifacts" / NAMESPACE / "generations" / generation
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def run_nights(folder: Path, checkouts: Checkouts, redis_urls: tuple[str, str]) -> Nights:
+    """Run `larder night` of both checkouts over the same sources."""
+    sources = Shop(folder / "sources")
+    sources.write_sources()
+    shops = sources.copied_to(folder / "left"), sources.copied_to(folder / "right")
+    environs = [shop.environ(url) for shop, url in zip(shops, redis_urls, strict=True)]
+    with ThreadPoolExecutor(2) as pool:
+        left, right = [
+            pool.submit(outcomes, checkout, shop.folder, environ, COMMANDS)
+            for checkout, shop, environ in zip(checkouts, shops, environs, strict=True)
+        ]
+        return Nights(shops, redis_urls, (left.result(), right.result()))
+
+
+def differences_of_nights(nights: Nights) -> list[str]:
+    """Differences of both nights: files, their bytes, fields of manifests, exit codes and keys of `--json`."""
+    left, right = nights.files(0), nights.files(1)
+    manifests = [orjson.loads(files.pop(MANIFEST)) for files in (left, right)]
+    published = [{path for path in files if not INTERNAL.match(path)} for files in (left, right)]
+    found = [f"{path}: on one side alone" for path in sorted(published[0] ^ published[1])]
+    found += [
+        f"{path}: other bytes"
+        for path in sorted(published[0] & published[1])
+        if left[path] != right[path]
+    ]
+    found += [
+        str(difference)
+        for difference in differences_of_values(manifests[0], manifests[1], MANIFEST)
+        if not MOMENTARY.search(difference.place)
+    ]
+    return found + [
+        f"larder {' '.join(one.words)}: {difference}"
+        for one, other in zip(*nights.outcomes, strict=True)
+        if (difference := difference_of_outcomes(one, other)) is not None
+    ]
