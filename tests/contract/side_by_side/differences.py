@@ -87,7 +87,9 @@ def differences_of_values(
             yield Difference(place, left, right)
     elif isinstance(left, dict):
         left, right = _without_momentary(left), _without_momentary(right)
-        if list(left) != list(right):
+        # Of counts the names are words in the order in which they were met.
+        ordered = sorted if is_shape else list
+        if ordered(left) != ordered(right):
             yield Difference(f"{place} (names)", list(left), list(right))
         for key, value in left.items():
             yield from differences_of_values(

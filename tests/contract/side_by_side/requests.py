@@ -204,7 +204,12 @@ def _values(draw: Draw, number: int) -> Request:
 
 
 def _bad_events(draw: Draw, number: int) -> tuple[Any, ...]:
-    plain = {"id": f"b-{number}", "user": draw.known.users[9], "item": draw.known.items[9]}
+    plain = {
+        "id": f"b-{number}",
+        "user": draw.known.users[9],
+        "item": draw.known.items[9],
+        "time": 1_769_000_000,
+    }
     alone = {"id": f"b-{number}", "item": "new-99"}
     return (
         5, {}, {"id": "x"}, {**plain, "id": ""}, {**plain, "id": "a" * 129}, {**plain, "user": 1.5},

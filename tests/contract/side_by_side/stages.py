@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from typing import Any, Final
 
+from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import change_blocklist
+from cache.store.experiments import latest_experiments
 from precompute.canary import trial
 from precompute.config.settings import NightConfig
 from precompute.experiments import changes
+from tests.contract.side_by_side.draws import OF_ITEMS, TABLES
 from tests.contract.side_by_side.twins import SETTLE_S, Twins
-from tests.contract.side_by_side.world import start_canary, start_experiment
+from tests.contract.side_by_side.world import BRANDS, start_canary, start_experiment
 from tests.integration.nights import roll_back
 from tests.polling import until
 
@@ -28,19 +31,16 @@ def begin_trials(twins: Twins) -> None:
     twins.move(start_experiment)
     twins.move(start_canary)
     items = [item.encode() for item in twins.shop.known.items[20:22]]
-    version = change_blocklist(
-        twins.shop.config(twins.redis_urls[0]).store(), block_items=items
-    ).version
-    _await(
-        twins,
-        lambda told: bool(
-            told["canary"] and told["next"] and told["blocklist"]["version"] == version
-        ),
-    )
-    arm = twins.request("GET", ARM_TARGET)
-    assert until(lambda: {answer.status for answer in twins.ask(arm)} == {200}, SETTLE_S), (
-        twins.ask(arm)
-    )
+    blocklist = change_blocklist(_store(twins), block_items=items)
+
+    def is_there(told: dict[str, Any]) -> bool:
+        return bool(
+            told["canary"] and told["next"] and told["blocklist"]["version"] == blocklist.version
+        )
+
+    _await(twins, is_there)
+    _await_experiments(twins, status=200)
+    _level(twins)
 
 
 def end_trials(twins: Twins) -> None:
@@ -49,13 +49,13 @@ def end_trials(twins: Twins) -> None:
     twins.move(_abandon)
     twins.move(roll_back)
     previous = twins.shop.known.generations[1]
-    _await(
-        twins, lambda told: bool(told["canary"] is None and told["live"]["generation"] == previous)
-    )
-    arm = twins.request("GET", ARM_TARGET)
-    assert until(lambda: {answer.status for answer in twins.ask(arm)} == {409}, SETTLE_S), (
-        twins.ask(arm)
-    )
+
+    def is_back(told: dict[str, Any]) -> bool:
+        return bool(told["canary"] is None and told["live"]["generation"] == previous)
+
+    _await(twins, is_back)
+    _await_experiments(twins, status=409)
+    _level(twins)
 
 
 def _abandon(config: NightConfig) -> None:
@@ -66,3 +66,33 @@ def _await(twins: Twins, holds: Callable[[dict[str, Any]], bool]) -> None:
     assert until(
         lambda: all(holds(told) for told in twins.both("/v1/generations")), SETTLE_S, every_s=0.05
     ), twins.both("/v1/generations")
+
+
+def _await_experiments(twins: Twins, *, status: int) -> None:
+    """Return once both go by the newest record of experiments, and a forced arm is answered with this status."""
+    arm, metrics = twins.request("GET", ARM_TARGET), twins.request("GET", "/metrics")
+    version = latest_experiments(_store(twins)).version
+    line = f"larder_experiments_version {float(version)}\n".encode()
+
+    def do_follow() -> bool:
+        return all(line in answer.body for answer in twins.ask(metrics)) and all(
+            answer.status == status for answer in twins.ask(arm)
+        )
+
+    assert until(do_follow, SETTLE_S, every_s=0.05), (version, twins.ask(arm))
+
+
+def _level(twins: Twins) -> None:
+    """Have both read all records of all generations into L1: how many a flip reads ahead depends on time."""
+    known = twins.shop.known
+    of_items = dict.fromkeys(OF_ITEMS, known.items)
+    for generation in known.generations:
+        for table in TABLES:
+            ids = BRANDS if table == "brands" else of_items.get(table, (*known.users, *known.gone))
+            for options in ({}, {"filter": "in_stock"}) if table == "user_topk" else ({},):
+                body = {"entities": ids, "generation": generation, **options}
+                twins.ask(twins.request("POST", f"/v1/lookup/{table}", body))
+
+
+def _store(twins: Twins) -> ArtefactStore:
+    return twins.shop.config(twins.redis_urls[0]).store()
