@@ -82,9 +82,9 @@ installs: env  ## each lock and each extra in an environment of its own, its pro
 
 # One data set unless another is asked for: what is compared are releases, not seeds.
 upgrade-test: SEED := 0
-upgrade-test: env  ## the last tagged release beside this one, both ways; QUICK=1 leaves the longest tests out
-	@echo "beside $$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || echo 'no tag')"
-	@$(PYTEST) $(SPREAD) -x -m "slow$(if $(QUICK), and not storm)" tests/upgrade
+upgrade-test: env  ## the frozen commit beside this one, both ways; FROM=v0.1.0: a release; QUICK=1: without the longest
+	@echo "beside $(or $(FROM),$$(cat tests/contract/frozen_commit))"
+	@LARDER_UPGRADE_FROM=$(FROM); export LARDER_UPGRADE_FROM; $(PYTEST) $(SPREAD) -x -m "slow$(if $(QUICK), and not storm)" tests/upgrade
 
 lint: env  ## lint, format, types
 	@$(BIN)/ruff check -q .

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 
 from cache.process.redis_server import server
+from tests.checkouts import Checkout, NoCheckout, checkout_of, frozen_commit, working_tree
 from tests.conftest import redis_binary
-from tests.upgrade.release import NoRelease, Release, last_release, working_tree
 from tests.upgrade.shop import CUTS, Shop
 
-Releases = dict[str, Release]
+Releases = dict[str, Checkout]
 BOTH = ("old", "new")
 
 
@@ -21,16 +21,18 @@ def seed() -> int:
 
 
 @pytest.fixture(scope="session")
-def releases(tmp_path_factory: pytest.TempPathFactory) -> Releases:
-    """The last tagged release (`old`) and the working tree (`new`)."""
-    folder, missing = tmp_path_factory.mktemp("old"), ""
+def releases() -> Releases:
+    """The frozen commit (`old`), or what LARDER_UPGRADE_FROM names, and the working tree (`new`)."""
+    missing = ""
     try:
-        found = last_release(folder)
-    except NoRelease as error:
+        frozen = frozen_commit()
+        return {
+            "old": checkout_of(os.environ.get("LARDER_UPGRADE_FROM") or frozen),
+            "new": working_tree(),
+        }
+    except NoCheckout as error:
         missing = str(error)
-    if missing:
-        pytest.fail(missing, pytrace=False)
-    return {"old": found, "new": working_tree()}
+    pytest.fail(missing, pytrace=False)
 
 
 @pytest.fixture(scope="session", params=BOTH, ids="{}-first".format)

@@ -22,8 +22,8 @@ from infra.demo.synthetic import World, synthesize
 from infra.local.service import ServiceProcess
 from precompute.config.settings import night_config
 from tests import polling
+from tests.checkouts import Checkout
 from tests.integration.nights import write_clicks
-from tests.upgrade.release import Release
 
 CUTS = tuple(f"2026-01-{day}T00:00:00Z" for day in range(27, 32))
 FOLLOW_S = 30.0
@@ -74,8 +74,8 @@ class Shop:
     redis_url: str
     namespace: str
     seed: int
-    first: Release
-    second: Release
+    first: Checkout
+    second: Checkout
     services: dict[str, ServiceProcess] = field(default_factory=dict)
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=30))
 
@@ -123,14 +123,14 @@ class Shop:
             **more,
         }
 
-    def tell(self, release: Release, *words: str, settings: str = "larder") -> str:
+    def tell(self, release: Checkout, *words: str, settings: str = "larder") -> str:
         """Output of a `precompute` command of a release, which must succeed."""
         found = release.run("precompute", "--quiet", *words, environ=self.environ(settings))
         assert found.returncode == 0, f"{release.name} {words}: {found.stderr}"
         return found.stdout
 
     def refusal(
-        self, release: Release, *words: str, settings: str = "larder", newer: str = ""
+        self, release: Checkout, *words: str, settings: str = "larder", newer: str = ""
     ) -> str:
         """The one line by which a release refuses a command; `newer`: as a release with that format would run it."""
         before = self.standing()
@@ -151,7 +151,7 @@ class Shop:
         names = [each for each in self.store.names("releases") if each.endswith(".done")]
         return pointer, sorted(names)
 
-    def night(self, release: Release, cut: str, *, newer: str = "") -> str:
+    def night(self, release: Checkout, cut: str, *, newer: str = "") -> str:
         """A whole night of a release; the generation that it published."""
         program = ["tests.upgrade.newer", newer] if newer else []
         words = ("precompute", "--quiet", "night", "--data-until", cut)
@@ -176,7 +176,7 @@ class Shop:
         return all_releases(self.store)
 
     @contextlib.contextmanager
-    def serving(self, releases: Sequence[Release]) -> Iterator[None]:
+    def serving(self, releases: Sequence[Checkout]) -> Iterator[None]:
         """A service of each release, told apart by their names."""
         with ExitStack() as stack:
             for each in releases:
@@ -190,7 +190,7 @@ class Shop:
             finally:
                 self.services.clear()
 
-    def state_of(self, release: Release) -> Path:
+    def state_of(self, release: Checkout) -> Path:
         """Files of a service's own."""
         return self.folder / f"state-{release.name}"
 

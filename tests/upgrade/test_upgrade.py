@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.checkouts import Checkout
 from tests.upgrade.conftest import BOTH
-from tests.upgrade.release import Release
 from tests.upgrade.shop import CUTS, Shop, rule_of, until
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def alike(answers: list[dict[str, Any]], but: set[str] = MOMENTARY) -> list[dict
     ]
 
 
-def publish_again(shop: Shop, release: Release, generation: str) -> None:
+def publish_again(shop: Shop, release: Checkout, generation: str) -> None:
     """What was rolled back or abandoned is verified and published."""
     shop.tell(release, "verify", generation)
     shop.tell(release, "publish", generation)
