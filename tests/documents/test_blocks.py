@@ -21,7 +21,7 @@ SHOWN = ("text", "{toctree}")
 """Drawings and messages; and the contents of the site, which `make docs` builds."""
 
 REASONS = {
-    "it runs this repository's own tests": 11,
+    "it runs this repository's own tests": 12,
     "it takes minutes": 3,
     "needs the demo's model, which its own test asks": 2,
     "needs a generation that a gate has refused": 1,

@@ -24,25 +24,25 @@ class Outcome:
 
     words: tuple[str, ...]
     code: int
-    shown: str
+    output: str
     errors: str
 
     @property
     def error_code(self) -> str:
         """Code of the error that it ended with, such as `conflict`, "" without one."""
         lines = self.errors.strip().splitlines() or [""]
-        found = re.match(r"[a-z0-9_]+(?=: )", lines[-1])
-        return found[0] if found else ""
+        match = re.match(r"[a-z0-9_]+(?=: )", lines[-1])
+        return match[0] if match else ""
 
     @property
     def document(self) -> Any:
         """What it printed as JSON: one document, or one in each line; None where it printed none."""
         try:
-            return orjson.loads(self.shown)
+            return orjson.loads(self.output)
         except orjson.JSONDecodeError:
             pass
         try:
-            return [orjson.loads(line) for line in self.shown.splitlines()] or None
+            return [orjson.loads(line) for line in self.output.splitlines()] or None
         except orjson.JSONDecodeError:
             return None
 
@@ -60,20 +60,20 @@ def outcomes(
     assert done.returncode == 0, done.stderr[-4_000:]
     return [
         Outcome(
-            tuple(one["words"]), one["code"], one["shown"].replace(str(folder), "."), one["errors"]
+            tuple(row["words"]), row["code"], row["output"].replace(str(folder), "."), row["errors"]
         )
-        for one in json.loads(done.stdout.splitlines()[-1])
+        for row in json.loads(done.stdout.splitlines()[-1])
     ]
 
 
 def difference_of_outcomes(left: Outcome, right: Outcome) -> Difference | None:
     """The first difference of two outcomes of one command: its code, or names and types of what it printed as JSON."""
     if left.code != right.code:
-        told = (
-            f"{outcome.code}: {(outcome.errors or outcome.shown)[-300:]}"
+        sides = (
+            f"{outcome.code}: {(outcome.errors or outcome.output)[-300:]}"
             for outcome in (left, right)
         )
-        return Difference("exit code", *told)
+        return Difference("exit code", *sides)
     if left.error_code != right.error_code:
         return Difference("code of the error", left.errors[-300:], right.errors[-300:])
     if "--json" not in left.words:

@@ -43,12 +43,12 @@ _SHOWN: Final = 300
 class Difference(NamedTuple):
     """Place in an answer where two differ, and what stands there on either side."""
 
-    place: str
+    path: str
     left: object
     right: object
 
     def __str__(self) -> str:
-        return f"{self.place}: {_shown(self.left)} | {_shown(self.right)}"
+        return f"{self.path}: {_shown(self.left)} | {_shown(self.right)}"
 
 
 def difference(left: Answer, right: Answer, *, is_shape: bool = False) -> Difference | None:
@@ -59,8 +59,8 @@ def difference(left: Answer, right: Answer, *, is_shape: bool = False) -> Differ
             f"{left.status} {left.body[:_SHOWN]!r}",
             f"{right.status} {right.body[:_SHOWN]!r}",
         )
-    if (found := _difference_of_headers(left, right)) is not None:
-        return found
+    if (of_headers := _difference_of_headers(left, right)) is not None:
+        return of_headers
     kind = left.header("content-type").partition(";")[0]
     if kind == ARROW:
         return _difference_of_streams(left.body, right.body)
@@ -79,31 +79,31 @@ def masked(body: bytes) -> bytes:
 
 
 def differences_of_values(
-    left: Any, right: Any, place: str, *, is_shape: bool = False, name: str = ""
+    left: Any, right: Any, path: str, *, is_shape: bool = False, name: str = ""
 ) -> Iterator[Difference]:
     """Differences of two JSON values: names and their order, types, values to the last bit."""
     if type(left) is not type(right):
         if not (is_shape and None in (left, right)):
-            yield Difference(place, left, right)
+            yield Difference(path, left, right)
     elif isinstance(left, dict):
         left, right = _without_momentary(left), _without_momentary(right)
         # Of counts the names are words in the order in which they were met.
         ordered = sorted if is_shape else list
         if ordered(left) != ordered(right):
-            yield Difference(f"{place} (names)", list(left), list(right))
+            yield Difference(f"{path} (names)", list(left), list(right))
         for key, value in left.items():
             yield from differences_of_values(
-                value, right.get(key), f"{place}.{key}", is_shape=is_shape, name=key
+                value, right.get(key), f"{path}.{key}", is_shape=is_shape, name=key
             )
     elif isinstance(left, list):
         if not is_shape and len(left) != len(right):
-            yield Difference(f"{place} (length)", len(left), len(right))
+            yield Difference(f"{path} (length)", len(left), len(right))
         for number, pair in enumerate(zip(left, right, strict=False)):
             yield from differences_of_values(
-                *pair, f"{place}[{number}]", is_shape=is_shape, name=name
+                *pair, f"{path}[{number}]", is_shape=is_shape, name=name
             )
     elif not is_shape and left != right and not _is_masked(name, left):
-        yield Difference(place, left, right)
+        yield Difference(path, left, right)
 
 
 def _is_masked(name: str, value: object) -> bool:
@@ -120,7 +120,7 @@ def _is_masked(name: str, value: object) -> bool:
 def _without_momentary(value: dict[str, Any]) -> dict[str, Any]:
     stale = value.get("stale")
     if isinstance(stale, str) and set(stale.split(",")) <= MOMENTARY_STALE:
-        return {key: each for key, each in value.items() if key != "stale"}
+        return {key: field for key, field in value.items() if key != "stale"}
     return value
 
 

@@ -54,8 +54,8 @@ class Request:
         for name, value in self.headers:
             words += ["-H", f"{name}: {value}"]
         if self.body:
-            shown = self.body.decode(errors="backslashreplace")
-            words += ["--data-binary", shown if len(shown) < 4_000 else f"{shown[:4_000]}..."]
+            text = self.body.decode(errors="backslashreplace")
+            words += ["--data-binary", text if len(text) < 4_000 else f"{text[:4_000]}..."]
         return shlex.join(words)
 
 

@@ -41,11 +41,11 @@ def difference_of_metrics(left: str, right: str) -> Difference | None:
     """The first family that two expositions do not have alike."""
     before, after = exposed(left), exposed(right)
     for name in sorted(before.keys() | after.keys()):
-        mine, theirs = before.get(name), after.get(name)
-        if mine != theirs:
+        left_samples, right_samples = before.get(name), after.get(name)
+        if left_samples != right_samples:
             only = (
-                sorted((mine or set()) - (theirs or set())),
-                sorted((theirs or set()) - (mine or set())),
+                sorted((left_samples or set()) - (right_samples or set())),
+                sorted((right_samples or set()) - (left_samples or set())),
             )
             return Difference(name, *only)
     return None

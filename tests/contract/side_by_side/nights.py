@@ -56,19 +56,19 @@ def differences_of_nights(nights: Nights) -> list[str]:
     left, right = nights.files(0), nights.files(1)
     manifests = [orjson.loads(files.pop(MANIFEST)) for files in (left, right)]
     published = [{path for path in files if not INTERNAL.match(path)} for files in (left, right)]
-    found = [f"{path}: on one side alone" for path in sorted(published[0] ^ published[1])]
-    found += [
+    lines = [f"{path}: on one side alone" for path in sorted(published[0] ^ published[1])]
+    lines += [
         f"{path}: other bytes"
         for path in sorted(published[0] & published[1])
         if left[path] != right[path]
     ]
-    found += [
+    lines += [
         str(difference)
         for difference in differences_of_values(manifests[0], manifests[1], MANIFEST)
-        if not MOMENTARY.search(difference.place)
+        if not MOMENTARY.search(difference.path)
     ]
-    return found + [
-        f"larder {' '.join(one.words)}: {difference}"
-        for one, other in zip(*nights.outcomes, strict=True)
-        if (difference := difference_of_outcomes(one, other)) is not None
+    return lines + [
+        f"larder {' '.join(before.words)}: {difference}"
+        for before, after in zip(*nights.outcomes, strict=True)
+        if (difference := difference_of_outcomes(before, after)) is not None
     ]

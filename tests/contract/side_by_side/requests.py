@@ -180,26 +180,26 @@ def _values(draw: Draw, number: int) -> Request:
     """Attributes of items and users, and new items: counted a moment later than clicks."""
     rng, events = draw.rng, list[dict[str, Any]]()
     for at in range(rng.randrange(1, 4)):
-        one: dict[str, Any] = {"id": f"v-{number}-{at}"}
-        made = rng.random()
-        if made < 0.5:
+        event: dict[str, Any] = {"id": f"v-{number}-{at}"}
+        share = rng.random()
+        if share < 0.5:
             price: Any = rng.choice((round(rng.uniform(0, 100), 2), None))
-            one |= {
+            event |= {
                 "item": rng.choice(draw.known.items[10:50]),
                 "attributes": {"price": price, "stock": rng.random() < 0.5, "tags": ["sale"]},
             }
-        elif made < 0.7:
-            one |= {
+        elif share < 0.7:
+            event |= {
                 "user": rng.choice(draw.known.users[4:34]),
                 "attributes": {"country": rng.randrange(5)},
             }
         else:
             looks = [round(rng.gauss(0, 1.5), 4) for _ in range(DIMS)]
-            one |= {
+            event |= {
                 "item": f"new-{rng.randrange(60)}", "features": {"looks": looks, "brand": "acme"},
                 "attributes": {"stock": rng.random() < 0.5, "price": round(rng.uniform(0, 100), 2)},
             }  # fmt: skip
-        events.append(one)
+        events.append(event)
     return Request("sendEvents", "POST", "/v1/events", (_JSON,), _json(draw, {"events": events}))
 
 
@@ -255,11 +255,11 @@ def _bad_option(draw: Draw, _number: int) -> Request:
     """A request with one option that is refused, in a query, a body or the metadata of a stream."""
     name = draw.rng.choice(tuple(BAD_OPTIONS))
     value, table = draw.rng.choice(BAD_OPTIONS[name]), draw.rng.choice(tuple(WIDTHS))
-    entity, place = draw.entity(table), draw.rng.randrange(4)
-    if place == 0:
+    entity, form = draw.entity(table), draw.rng.randrange(4)
+    if form == 0:
         target = f"/v1/lookup/{table}/{quoted(draw, entity)}{_query({name: value})}"
         return Request("lookup", "GET", target, options=(name,))
-    if place == 1:
+    if form == 1:
         sent = pa.table({"id": [entity]}).replace_schema_metadata(_texts({name: value}))
         return Request(
             "lookupBatch",
@@ -269,7 +269,7 @@ def _bad_option(draw: Draw, _number: int) -> Request:
             stream_of(sent),
             options=(name,),
         )
-    if place == 2:
+    if form == 2:
         body = {"user": draw.known.users[5], "items": list(draw.known.items[:3]), name: value}
         return Request("score", "POST", "/v1/score", (_JSON,), orjson.dumps(body), options=(name,))
     body = {"entities": [entity], name: value}

@@ -44,8 +44,8 @@ class Met:
                 self.words.update((name, word) for word in table[name].to_pylist() if word)
         else:
             self.forms["json"] += 1
-            found = _WORDS.findall(answer.body)
-            self.words.update((name.decode(), word.decode()) for name, word in found)
+            pairs = _WORDS.findall(answer.body)
+            self.words.update((name.decode(), word.decode()) for name, word in pairs)
 
     def of(self, name: str) -> set[str]:
         """Words that were met in a field."""
@@ -87,11 +87,11 @@ class Run:
 
     def send(self, asked: Request) -> tuple[Answer, Answer]:
         """Send one; its answers."""
-        answers, found = self.twins.compare(asked)
+        answers, change = self.twins.compare(asked)
         self.met.note(asked, answers[0])
-        if found is not None:
-            told = f"request {asked.number} of seed {self.seed} ({asked.kind})"
-            self.differing.append(f"{told}\n  {asked.curl(self.twins.urls[0])}\n  {found}")
+        if change is not None:
+            heading = f"request {asked.number} of seed {self.seed} ({asked.kind})"
+            self.differing.append(f"{heading}\n  {asked.curl(self.twins.urls[0])}\n  {change}")
         elif answers[0].status == 202 and orjson.loads(answers[0].body)["accepted"]:
             has_values = any(word in asked.body for word in _VALUES)
             self.twins.follow_events(answers, has_values=has_values)
@@ -100,11 +100,11 @@ class Run:
     def check(self) -> None:
         """Raise AssertionError with all that differed."""
         if self.differing:
-            shown = "\n".join(self.differing)
-            told = (
+            listing = "\n".join(self.differing)
+            heading = (
                 f"left is the frozen commit, right this tree (LARDER_SEED={self.seed} repeats it)"
             )
-            raise AssertionError(f"{told}\n{shown}")
+            raise AssertionError(f"{heading}\n{listing}")
 
 
 def _listed(counts: "Counter[str] | Counter[int]") -> str:

@@ -22,7 +22,7 @@ def await_ready(twins: Twins) -> None:
     """Return once both services hold the live generation and the previous one."""
     _await(
         twins,
-        lambda told: bool(told.get("ready") and told.get("previous") and not told.get("stale")),
+        lambda view: bool(view.get("ready") and view.get("previous") and not view.get("stale")),
     )
 
 
@@ -33,9 +33,9 @@ def begin_trials(twins: Twins) -> None:
     items = [item.encode() for item in twins.shop.known.items[20:22]]
     blocklist = change_blocklist(_store(twins), block_items=items)
 
-    def is_there(told: dict[str, Any]) -> bool:
+    def is_there(view: dict[str, Any]) -> bool:
         return bool(
-            told["canary"] and told["next"] and told["blocklist"]["version"] == blocklist.version
+            view["canary"] and view["next"] and view["blocklist"]["version"] == blocklist.version
         )
 
     _await(twins, is_there)
@@ -50,8 +50,8 @@ def end_trials(twins: Twins) -> None:
     twins.move(roll_back)
     previous = twins.shop.known.generations[1]
 
-    def is_back(told: dict[str, Any]) -> bool:
-        return bool(told["canary"] is None and told["live"]["generation"] == previous)
+    def is_back(view: dict[str, Any]) -> bool:
+        return bool(view["canary"] is None and view["live"]["generation"] == previous)
 
     _await(twins, is_back)
     _await_experiments(twins, status=409)
@@ -64,7 +64,7 @@ def _abandon(config: NightConfig) -> None:
 
 def _await(twins: Twins, holds: Callable[[dict[str, Any]], bool]) -> None:
     assert until(
-        lambda: all(holds(told) for told in twins.both("/v1/generations")), SETTLE_S, every_s=0.05
+        lambda: all(holds(view) for view in twins.both("/v1/generations")), SETTLE_S, every_s=0.05
     ), twins.both("/v1/generations")
 
 

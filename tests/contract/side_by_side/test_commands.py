@@ -105,15 +105,15 @@ def test_commands_of_a_shop(checkouts: Checkouts, shop: Shop, tmp_path: Path) ->
     for side, checkout in zip(("left", "right"), checkouts, strict=True):
         with running_redis(tmp_path / f"redis-{side}") as url:
             shop.redis.restore(url)
-            own = shop.copied_to(tmp_path / side)
-            sides.append(outcomes(checkout, own.folder, own.environ(url), commands))
+            copy = shop.copied_to(tmp_path / side)
+            sides.append(outcomes(checkout, copy.folder, copy.environ(url), commands))
 
     codes: defaultdict[str, set[int]] = defaultdict(set)
     for outcome in sides[0]:
         codes[outcome.words[0] if outcome.words else ""].add(outcome.code)
     print(
         "\n".join(
-            f"{name}: {', '.join(map(str, sorted(found)))}" for name, found in sorted(codes.items())
+            f"{name}: {', '.join(map(str, sorted(ended)))}" for name, ended in sorted(codes.items())
         )
     )
     assert_alike(sides)
@@ -139,8 +139,8 @@ def test_commands_that_ask_a_service(checkouts: Checkouts, shop: Shop, tmp_path:
 def assert_alike(sides: Sequence[Sequence[Outcome]]) -> None:
     """Raise AssertionError with the commands that did not end alike."""
     differing = [
-        f"larder {' '.join(left.words)}: {found}"
+        f"larder {' '.join(left.words)}: {change}"
         for left, right in zip(*sides, strict=True)
-        if (found := difference_of_outcomes(left, right)) is not None
+        if (change := difference_of_outcomes(left, right)) is not None
     ]
     assert not differing, "\n".join(differing)

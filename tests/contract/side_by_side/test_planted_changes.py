@@ -126,10 +126,10 @@ def test_a_change_of_the_night_or_a_command_is_found(
         running_redis(tmp_path / "redis-right") as right,
     ):
         nights = run_nights(tmp_path, pair, (left, right))
-    found = differences_of_nights(nights)
+    changes = differences_of_nights(nights)
 
-    print(found)
-    assert found
+    print(changes)
+    assert changes
 
 
 def test_without_a_change_nothing_is_found(checkouts: Checkouts, tmp_path: Path) -> None:

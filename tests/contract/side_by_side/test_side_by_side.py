@@ -43,8 +43,8 @@ def test_metrics_have_the_same_names_types_and_labels(run: Run) -> None:
     assert left.headers[1:] == right.headers[1:] or left.header("content-type") == right.header(
         "content-type"
     )
-    found = difference_of_metrics(left.body.decode(), right.body.decode())
-    assert found is None, str(found)
+    change = difference_of_metrics(left.body.decode(), right.body.decode())
+    assert change is None, str(change)
 
 
 def test_both_have_the_same_night(nights: Nights) -> None:

@@ -56,13 +56,13 @@ class Twins:
         """Answers of both and their difference, once what may lag behind has settled."""
         is_shape = request.kind in SHAPES
         answers = self.ask(request)
-        found = difference(*answers, is_shape=is_shape)
+        change = difference(*answers, is_shape=is_shape)
         give_up = time.monotonic() + SETTLE_S
-        while found is not None and request.settles and time.monotonic() < give_up:
+        while change is not None and request.settles and time.monotonic() < give_up:
             time.sleep(0.05)  # a bounded poll: what is asked changes nothing
             answers = self.ask(request)
-            found = difference(*answers, is_shape=is_shape)
-        return answers, found
+            change = difference(*answers, is_shape=is_shape)
+        return answers, change
 
     def move(self, action: Callable[[NightConfig], object]) -> None:
         """Make a move of releases in the left Redis, and copy what it wrote there into the right one."""
@@ -97,7 +97,7 @@ class Twins:
         priced = self.request("POST", "/v1/score", passing)
 
         def have_followed() -> bool:
-            if not all(told["events"] for told in self.both(counted)):
+            if not all(explanation["events"] for explanation in self.both(counted)):
                 return False
             return not has_values or all(
                 not orjson.loads(answer.body)["filtered"] for answer in self.ask(priced)
@@ -128,8 +128,13 @@ def twins(
     token: str = "",
     **more: str,
 ) -> Iterator[Twins]:
-    """Services of both checkouts, each with a copy of the shop's Redis, over one copy of the shop's folder."""
+    """Services of both checkouts, each with a copy of the shop's Redis, over one copy of the shop's folder.
+
+    `token`: the services demand tokens, and all requests have this one.
+    """
     shop = shop.copied_to(folder / "shop")
+    if token:
+        more = {"LARDER_TOKENS_FILE": str(shop.folder / "tokens.json"), **more}
     with ExitStack() as stack:
         services, urls = [], []
         for side, checkout in zip(("left", "right"), checkouts, strict=True):

@@ -270,8 +270,8 @@ class Shop:
             )  # fmt: skip
             (self.folder / f"{name}.toml").write_text(text)
         entries = {
-            name: {"sha256": _digest_of(TOKENS[name]), **told}
-            for name, told in _TOKENS_FILE.items()
+            name: {"sha256": _digest_of(TOKENS[name]), **entry}
+            for name, entry in _TOKENS_FILE.items()
         }
         tokens = self.folder / "tokens.json"
         tokens.write_bytes(orjson.dumps({"version": 1, "tokens": entries}))

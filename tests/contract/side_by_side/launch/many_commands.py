@@ -19,8 +19,8 @@ def main() -> None:
     outcomes: list[dict[str, Any]] = []
     environ = dict(os.environ)
     for words in json.load(sys.stdin):
-        shown, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             try:
                 code: Any = larder(words)
             except SystemExit as stop:
@@ -31,7 +31,7 @@ def main() -> None:
             {
                 "words": words,
                 "code": code or 0,
-                "shown": shown.getvalue(),
+                "output": output.getvalue(),
                 "errors": errors.getvalue(),
             }
         )
