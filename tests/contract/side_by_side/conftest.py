@@ -22,7 +22,12 @@ def seed() -> int:
 
 @pytest.fixture(scope="session")
 def checkouts() -> Checkouts:
-    """The frozen commit's, and this one."""
+    """The frozen commit's, and this one.
+
+    A clone that lacks the commit fails, unless LARDER_WITHOUT_FROZEN_COMMIT says that this was seen and told elsewhere.
+    """
+    if os.environ.get("LARDER_WITHOUT_FROZEN_COMMIT"):
+        pytest.skip("this clone lacks the frozen commit: git fetch --unshallow")
     missing = ""
     try:
         return frozen_checkout(), working_tree()
