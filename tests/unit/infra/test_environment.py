@@ -45,7 +45,7 @@ def test_nothing_is_documented_that_nobody_reads() -> None:
             "serving/**/*.py",
             "dags/*.py",
             "infra/*.yaml",
-            "tests/*.py",
+            "tests/**/*.py",
         )
         for file in ROOT.glob(pattern)
     )
