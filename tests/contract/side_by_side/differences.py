@@ -16,7 +16,7 @@ MASKED_HEADERS: Final = frozenset(
 """Headers whose presence is compared, not their value."""
 AGES: Final = frozenset({"age_seconds", "expires_in_seconds", "retry_after_seconds", "seconds"})
 """Names of numbers that say how long ago something was, or how long it takes."""
-ACCEPTED_AT: Final = frozenset({"as_of", "position", "fingerprint"})
+ACCEPTED_AT: Final = frozenset({"as_of", "position", "fingerprint", "time"})
 """Names of texts that say when an event was accepted, or are hashed from it."""
 PROSE: Final = frozenset(
     {"message", "detail", "sentence", "description", "summary", "title", "version"}
