@@ -65,7 +65,7 @@ def test_what_is_not_run_names_targets_files_and_modules_that_exist(block: Block
 
     for words in re.findall(r"^make (.+)$", commands, re.MULTILINE):
         assert {word for word in words.split() if "=" not in word} <= targets
-    for module in re.findall(r"-m ([\w.]+)", commands):
+    for module in re.findall(r"python -m ([\w.]+)", commands):
         assert find_spec(module), module
     for path in re.findall(r"\btests/[\w/.{},*-]+", commands):
         assert list(ROOT.glob(path)), path
