@@ -59,6 +59,11 @@ class Looking:
         entry = self._local.look(live_key(key, want.digest))
         return None if entry is None else judge(entry, want, "l1")
 
+    async def record(self, view: View, want: Want) -> Outcome:
+        """The record of L1, else the outcome of a read of L2."""
+        outcome = self.l1(view, want)
+        return outcome if isinstance(outcome, Found) else await self.l2(view, want)
+
     async def l2(self, view: View, want: Want) -> Outcome:
         """The outcome of a read of L2."""
         asked_at = self._timer()

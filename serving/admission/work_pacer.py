@@ -87,8 +87,16 @@ class WorkPacer:
         """
         return self.waited_s() >= _BACKLOG_S or self._timer() < self._gone_until
 
-    def note_gone(self) -> None:
-        """Note that a client has gone while work waited: others that have gone are looked for as they are accepted."""
+    def note_dropped(self) -> None:
+        """Note that a connection was dropped as it was accepted: more like it are expected if work still waits.
+
+        Without a backlog this expectation ends by itself. If each dropped connection renewed it, peers that have only
+        closed their own side would be dropped for as long as such peers come.
+        """
+        if self.waited_s() >= _BACKLOG_S:
+            self._expect_more_gone()
+
+    def _expect_more_gone(self) -> None:
         self._gone_until = self._timer() + _GONE_S
 
     async def begin(self, is_gone: IsGone, *, is_short: bool = False) -> float:
@@ -108,7 +116,7 @@ class WorkPacer:
             await self._wait(self._first if is_short else self._next, now, is_gone)
         except CallerGone:
             if self._timer() - now >= _BACKLOG_S:
-                self.note_gone()
+                self._expect_more_gone()
             raise
         return self._timer() - now
 

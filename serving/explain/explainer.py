@@ -1,7 +1,7 @@
 """Explanation of an entity's answer: what each rung holds of it, which would answer, and what live would say now."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,11 @@ class Explainer:
     async def _told(self, holding: Holding, ask: Ask) -> dict[str, Any]:
         snapshot = holding.live
         (case,) = await cases_of(snapshot, ask)
-        await count_newer(self._newer, snapshot, [case], ask.options)
+
+        async def read_records(wants: Sequence[Want]) -> Sequence[Outcome]:
+            return [await self._looking.record(snapshot.view, want) for want in wants]
+
+        await count_newer(self._newer, snapshot, [case], ask.options, read_records)
         deadline = time.monotonic() + ask.options.deadline_s
         passing = await self._filters.passing(snapshot, ask.options.filter, deadline)
         reranker = await self._filters.reranker(snapshot, ask.options.rerank, deadline)

@@ -65,10 +65,7 @@ class Replay:
         """The outcome of a look at both tiers, made once for each generation and record."""
         seen = view.generation, want.key
         if seen not in self._seen:
-            outcome = self._looking.l1(view, want)
-            if not isinstance(outcome, Found):
-                outcome = await self._looking.l2(view, want)
-            self._seen[seen] = outcome
+            self._seen[seen] = await self._looking.record(view, want)
         return self._seen[seen]
 
     async def get_many(

@@ -126,9 +126,7 @@ class Rescorer:
         except Problem:
             return None
         want = want_in(snapshot, table, raw)
-        outcome = self.looking.l1(snapshot.view, want)
-        if not isinstance(outcome, Found):
-            outcome = await self.looking.l2(snapshot.view, want)
+        outcome = await self.looking.record(snapshot.view, want)
         if not isinstance(outcome, Found):
             return None
         try:

@@ -83,7 +83,7 @@ class LookupConnection(Connection):
         gate = self._shared.front.gate
         if gate is not None and gate.admission.work.is_backlogged and has_closed(transport):
             gate.admission.shed["gone"] += 1
-            gate.admission.work.note_gone()
+            gate.admission.work.note_dropped()
             self.transport = transport
             transport.abort()
             return

@@ -121,7 +121,8 @@ class NewerEvents:
         """Events of the user that an answer of the table counts, up to a position's number; None without any.
 
         `position` is the user's in the directory (-1: the night did not know it). `sent` is what the caller sent, with
-        its digest: it counts for users of whom the night and these events have no input that the model takes.
+        its digest: it counts for users of whom the night and these events have no input that the model takes. Of a user
+        with a record in the table it is None.
         """
         events_of_night = snapshot.events
         if events_of_night is None or not events_of_night.changes(table, position, snapshot.seen):

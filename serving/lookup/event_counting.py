@@ -1,18 +1,21 @@
 """Newer events and new items taken into account, whoever asks: the one place where a case becomes one that has them."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import xxhash
 
 from cache.events.new_item_tower import ITEM_VECTORS
 from cache.events.new_items import NO_NEW, NewItemsOf
-from cache.tiers.results import MissReason
+from cache.tiers.results import Found, MissReason, Outcome, Want
 from serving.admission.work_pacer import YieldPacer
 from serving.answers.reasons import LiveReason
 from serving.fresh.newer_events import NO_LIMIT, CountedEvents, NewerEvents
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
 from serving.requests.models import RequestOptions
+
+ReadRecords = Callable[[Sequence[Want]], Awaitable[Sequence[Outcome]]]
+"""Reads the records that the night stored: one outcome per read request, in order."""
 
 
 def new_items_of(snapshot: Snapshot, case: Case) -> NewItemsOf:
@@ -28,34 +31,49 @@ def new_items_of(snapshot: Snapshot, case: Case) -> NewItemsOf:
 
 
 async def count_newer(
-    newer: NewerEvents, snapshot: Snapshot, cases: Sequence[Case], options: RequestOptions
+    newer: NewerEvents,
+    snapshot: Snapshot,
+    cases: Sequence[Case],
+    options: RequestOptions,
+    read_records: ReadRecords,
 ) -> None:
     """Has cases count the events that their users have and the generation lacks, and its new items, unless unwanted.
 
     Where that cannot be computed (no model, vectors that users brought along, events that are yet to be read again),
     they start settled for what the night stored.
+
+    Records are read here only where the answer depends on whether there is one: a user whom the night knows has events
+    and sent an input, and the night's input and the events do not suffice for the model. Then the sent input counts
+    unless a record is read.
     """
     if options.max_events == 0:
         return
     _answer_with_new(snapshot, cases, options)
     packed, pace = newer.packed, YieldPacer()
-    as_of = NO_LIMIT if options.as_of is None else options.as_of
+    undecided = []
     for case in cases:
         raw = case.entity.raw
         if raw is None or raw not in packed or case.counted is not None:
             continue
         await pace.step(case.entity)
-        sent = (case.source, case.digest) if case.entity.has_input else None
-        counted = newer.counted(snapshot, case.table, raw, case.want.position, sent, as_of)
-        if counted is None or snapshot.events is None:
+        counted = _counted(newer, snapshot, case, raw, options, takes_sent=case.entity.has_input)
+        if counted is None:
             continue
-        counted = _with_new(snapshot, counted, options.as_of)
-        if new_items := case.new_items:
-            digest = xxhash.xxh3_128_digest(counted.digest + new_items.digest)
-            counted = counted._replace(digest=digest)
-        if snapshot.new_items.newest > as_of:  # some may have been others then, or gone since
-            counted = counted._replace(is_approximate=True)
-        _count(snapshot, case, counted)
+        counts_sent = case.want.position >= 0 and counted.input.sent is not None
+        if counts_sent and _is_computed(snapshot, case, counted):
+            undecided.append((case, raw))
+        else:
+            _count(snapshot, case, counted)
+    if not undecided:
+        return
+    wants = [case.want._replace(table=case.table, digest=None) for case, _ in undecided]
+    outcomes = await read_records(wants)
+    for (case, raw), outcome in zip(undecided, outcomes, strict=True):
+        await pace.step(case.entity)
+        has_record = isinstance(outcome, Found)
+        counted = _counted(newer, snapshot, case, raw, options, takes_sent=not has_record)
+        if counted is not None:
+            _count(snapshot, case, counted)
 
 
 def count_as(snapshot: Snapshot, case: Case, other: Case) -> None:
@@ -70,13 +88,42 @@ def count_as(snapshot: Snapshot, case: Case, other: Case) -> None:
         _count(snapshot, case, counted)
 
 
-def _count(snapshot: Snapshot, case: Case, counted: CountedEvents) -> None:
+def _counted(
+    newer: NewerEvents,
+    snapshot: Snapshot,
+    case: Case,
+    raw: bytes,
+    options: RequestOptions,
+    *,
+    takes_sent: bool,
+) -> CountedEvents | None:
+    """Newer events of a user that the answer of a case counts, with the new items among them; None without any."""
+    as_of = NO_LIMIT if options.as_of is None else options.as_of
+    sent = (case.source, case.digest) if takes_sent else None
+    counted = newer.counted(snapshot, case.table, raw, case.want.position, sent, as_of)
+    if counted is None:
+        return None
+    counted = _with_new(snapshot, counted, options.as_of)
+    if new_items := case.new_items:
+        digest = xxhash.xxh3_128_digest(counted.digest + new_items.digest)
+        counted = counted._replace(digest=digest)
+    if snapshot.new_items.newest > as_of:  # some may have been others then, or gone since
+        counted = counted._replace(is_approximate=True)
+    return counted
+
+
+def _is_computed(snapshot: Snapshot, case: Case, counted: CountedEvents) -> bool:
+    """Return True if a model is to answer the case from the events."""
     events = snapshot.events
-    is_computed = (
+    return (
         events is not None
         and counted.is_whole
         and events.computes(case.table, counted.input.position)
     )
+
+
+def _count(snapshot: Snapshot, case: Case, counted: CountedEvents) -> None:
+    is_computed = _is_computed(snapshot, case, counted)
     case.count(counted, is_settled=not is_computed)
     if counted.is_past and is_computed:
         case.reason = MissReason.NEWER_EVENTS  # never one that is stored

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from cache.format.records.codec import Record, decode
@@ -116,7 +116,7 @@ class Ladder:
         )
         try:
             if self.newer.packed or live.new_items:
-                await count_newer(self.newer, live, cases, turn.options)
+                await self._count_newer(live, cases, turn)
             for rung in self._rungs:
                 if waiting := still_open(cases):
                     await rung(holding, waiting, turn)
@@ -131,6 +131,15 @@ class Ladder:
         """Monotonic time until which the stored records of a request may be waited for."""
         tier_s = deadline_for(self._l2_deadline_s, commands)
         return min(started + options.deadline_s, self._timer() + tier_s)
+
+    async def _count_newer(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
+        """Newer events and new items."""
+
+        def read_records(wants: Sequence[Want]) -> Awaitable[Sequence[Outcome]]:
+            deadline = self.l2_deadline(turn.options, turn.started, len(wants))
+            return self._tiers.get_many(snapshot.view, wants, deadline)
+
+        await count_newer(self.newer, snapshot, cases, turn.options, read_records)
 
     async def _read_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
         """L1 and L2."""

@@ -53,8 +53,6 @@ PROMISES = {
     "reranked": "docs/how-to/re-rank-answers.md: The answer says what was done",
     "vector": f"{API}: Embedding; null: there is none",
     "values": f"{API}: Model outputs; null: there are none",
-    "values of who brings a vector": f"{API}: An id with a record in the generation is answered from that record, "
-    "whatever is sent",
     "defaults": f"{API}: Defaults are the items with the most interactions",
     "facet": f"{FILTERS}: the 100 best items whose `category` is ...; they have the order of the defaults",
     "similar": f"{API}: `item_similar`: lists of items by an item's vector",
@@ -750,10 +748,7 @@ class Checker:
         wrong: list[Complaint] = []
         if user.id is not None and not view.brings_vector and answer["source"] != "previous":
             wrong = self._judge_events(answer, view)
-        complaints = self._judge_numbers(ask, answer, generation, view, view.mood, "values")
-        if view.brings_vector and view.events and user.is_sent:
-            complaints = [("values of who brings a vector", one[1], one[2]) for one in complaints]
-        return wrong + complaints
+        return wrong + self._judge_numbers(ask, answer, generation, view, view.mood, "values")
 
     def _judge_numbers(
         self,

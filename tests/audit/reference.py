@@ -332,11 +332,8 @@ def user_view(generation: Generation, user: Input, events: list[Event]) -> UserV
         vector = generation.model.user_vector(told[-limit:], user.country)
     else:
         vector = None
-    mood_country = (
-        country
-        if country is not None
-        else (user.country if user.country is not None else night_country)
-    )
+    countries = (country, night_country, user.country)
+    mood_country = next((one for one in countries if one is not None), None)
     return UserView(
         vector,
         None if mood_country is None else generation.model.mood(mood_country),

@@ -16,6 +16,7 @@ from cache.store.artefacts import read_manifest
 from tests.integration import nights
 from tests.integration.changed.month import Month, scored
 from tests.integration.changed.worlds import add_columns
+from tests.integration.feature_towers import vectors_column
 from tests.integration.serving_app import Running, eventually, serving
 from tests.integration.taking.test_inputs import inputs_of
 
@@ -174,3 +175,90 @@ async def test_what_was_had_by_the_night_is_left_out_of_who_has_no_record(
     explained = await shop.app.get(f"/v1/explain/user_topk/{user}")
     if history is None:
         assert explained["default"]["items"] == (await shop.ask(entity))["items"]
+
+
+@dataclass(frozen=True)
+class Moods:
+    """A service with values of users by a feature that the user tower does not take, and a user of each kind.
+
+    `brings` a vector along and has a record of values, as `clicks`, who brings none; `lacks` has no such record.
+    """
+
+    shop: Shop
+    brings: str
+    clicks: str
+    lacks: str
+
+    async def ask(self, user: str, mood: list[float] | None = None, **options: Any) -> Any:
+        """The values of one user, who sends a mood or nothing."""
+        sent = {} if mood is None else {"features": {"mood": mood}}
+        return await self.shop.ask({"id": user, **sent}, "user_mood", **options)
+
+
+@pytest.fixture
+async def moods(featured: Month) -> AsyncIterator[Moods]:
+    month, config = featured, featured.config
+    rows = pq.read_table(config.path("users.parquet")).to_pylist()
+    lacks, *_ = [row["user"] for row in rows if row["mood"] is None]
+    brings, clicks, *_ = [row["user"] for row in rows if row["mood"] is not None]
+    vector = pa.table({"user": [brings], "vector": vectors_column(1, 4)})
+    pq.write_table(vector, config.path("user_vectors.parquet"))
+    month.configure(sources=replace(config.sources, user_vectors="user_vectors.parquet"))
+    month.publish()
+    items = pq.read_table(config.path("items.parquet"))["item"].to_pylist()
+    had = {user: {*history} for user, history in nights.histories(month.config).items()}
+    config = month.config
+    async with serving(config, events=config.events, events_url=config.events_url) as app:
+        yield Moods(Shop(app, [lacks], items, had), brings, clicks, lacks)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("kind", ["brings", "clicks"])
+async def test_a_click_leaves_who_has_a_record_of_values_that_record_whatever_is_sent(
+    moods: Moods, kind: str, fresh: bool
+) -> None:
+    # Given a user with a record of values and a click
+    user = str(getattr(moods, kind))
+    before = await moods.ask(user)
+    await moods.shop.click(user, moods.shop.items[0])
+
+    # When values are asked for with another mood, and without one
+    plain = await moods.ask(user, fresh=fresh)
+    sent = await moods.ask(user, [9.0, -9.0], fresh=fresh)
+    body = {"entities": [{"id": user, "features": {"mood": [9.0, -9.0]}}], "fresh": fresh}
+    explained = await moods.shop.app.post("/v1/explain/user_mood", body)
+
+    # Then both are what the night stored, and say so
+    assert before["values"] == plain["values"] == sent["values"] != [9.0, -9.0]
+    for answer in (plain, sent):
+        assert (answer["producer"], answer["live"]) == ("batch", "no_usable_input")
+        assert answer["approximate"] is True and answer["events"] == 1
+    assert sent.get("reason") == plain.get("reason")
+    # and: so does an explanation
+    assert explained["answer"]["tier"] in ("l1", "l2")
+    assert explained["record"]["values"] == before["values"]
+
+
+async def test_a_click_leaves_who_has_no_record_of_values_those_of_what_is_sent(
+    moods: Moods,
+) -> None:
+    # Given a user whom the night knows and has no values of, with a click
+    user = moods.lacks
+    await moods.shop.click(user, moods.shop.items[0])
+
+    # When a mood is sent, then another one, then none
+    first, second = await moods.ask(user, [9.0, -9.0]), await moods.ask(user, [1.0, 2.0])
+    again = await moods.ask(user, [1.0, 2.0])
+    body = {"entities": [{"id": user, "features": {"mood": [3.0, 2.0]}}]}
+    explained = await moods.shop.app.post("/v1/explain/user_mood", body)
+    nothing = await moods.ask(user)
+
+    # Then values are those of the mood, and of nothing there are none
+    assert (first["values"], first["source"]) == ([9.0, -9.0], "live")
+    assert (second["values"], second["source"]) == ([1.0, 2.0], "live")
+    assert (again["values"], again["source"]) == ([1.0, 2.0], "l1")
+    assert not any("approximate" in answer for answer in (first, second, again))
+    assert first["events"] == 1 and nothing["values"] is None
+    # and: an explanation says that live would answer
+    assert explained["answer"]["tier"] == "live"
+    assert explained["model"]["values"] == [3.0, 2.0]

@@ -150,6 +150,29 @@ async def test_who_has_gone_while_it_waited_is_dropped(pacer: WorkPacer, clock: 
     assert not pacer.is_backlogged
 
 
+async def test_dropped_connections_are_expected_no_longer_than_work_waits(
+    pacer: WorkPacer, clock: FakeClock
+) -> None:
+    # Given work that waits for a second
+    await pacer.begin(stays)
+    clock.tick(BUDGET_S)
+    waiting = asyncio.create_task(pacer.begin(stays))
+    await asyncio.sleep(0)
+    clock.tick(1.0)
+
+    # When a connection is dropped, the work goes on, and more are dropped behind it
+    pacer.note_dropped()
+    await waiting
+    for _ in range(9):
+        clock.tick(0.1)
+        assert pacer.is_backlogged
+        pacer.note_dropped()
+
+    # Then none is dropped any more a second after the first one
+    clock.tick(0.1)
+    assert not pacer.is_backlogged
+
+
 async def test_who_was_cancelled_while_it_waited_holds_up_nobody(
     pacer: WorkPacer, clock: FakeClock
 ) -> None:

@@ -35,7 +35,7 @@ async def test_while_work_waits_a_connection_that_is_closed_already_is_not_read(
     monkeypatch.setattr(Transport, "abort", Transport.close)
     front: Any = Front()
     noted: list[bool] = []
-    work = SimpleNamespace(is_backlogged=is_backlogged, note_gone=lambda: noted.append(True))
+    work = SimpleNamespace(is_backlogged=is_backlogged, note_dropped=lambda: noted.append(True))
     shed = {"gone": 0}
     front.gate = SimpleNamespace(admission=SimpleNamespace(work=work, shed=shed))
 

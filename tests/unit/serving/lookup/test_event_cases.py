@@ -2,23 +2,27 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from cache.errors import InvalidInput
 from cache.events.event import Event
-from cache.events.event_predictor import GenerationEvents
+from cache.events.event_predictor import EventInput, GenerationEvents
 from cache.events.new_items import NewItem, NewItems
 from cache.events.position import Position
 from cache.filters.expression import read_filter
 from cache.filters.masks import Passing
-from cache.format.ids import fingerprints
-from cache.format.records.codec import decode, encode_topk
+from cache.format.ids import fingerprint, fingerprints, hash_id
+from cache.format.records.codec import absent, decode, encode_topk
 from cache.format.records.layout import FLAG_APPROXIMATE, FLAG_LIVE
-from cache.model.predictor import LiveInput
+from cache.l2.commands import OverlayRead, PageRead
+from cache.model.predictor import LiveInput, Prepared
 from cache.model.tower_spec import InputSpec
+from cache.tiers.results import Outcome, Want
 from serving.answers.reasons import LiveReason
 from serving.answers.sources import Source
 from serving.generations.served_set import Holding
@@ -28,10 +32,19 @@ from serving.lookup.batch_inference import with_events as with_events_batch
 from serving.lookup.batch_inference import with_new_items
 from serving.lookup.entity import cases_of
 from serving.lookup.event_counting import count_newer
-from serving.lookup.micro_batcher import Job, LiveUnavailable
+from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
 from serving.requests.models import RequestOptions
 from serving.usage.answer_sampling import Picks
-from tests.unit.serving.world import ITEMS, SCORED_AT, World, ask, entity, ids
+from tests.unit.serving.world import (
+    GENERATION,
+    ITEMS,
+    SCORED_AT,
+    FakePredictor,
+    World,
+    ask,
+    entity,
+    ids,
+)
 
 
 @pytest.fixture
@@ -199,6 +212,10 @@ async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: 
     assert case.answer["approximate"] is True
 
 
+async def read_nothing(wants: Sequence[Want]) -> Sequence[Outcome]:
+    raise AssertionError(f"no record was to be read: {wants}")
+
+
 async def test_others_have_their_turn_while_events_of_many_are_counted(world: World) -> None:
     snapshot = with_events(world)
     users = [f"stranger-{number}" for number in range(640)]
@@ -214,7 +231,189 @@ async def test_others_have_their_turn_while_events_of_many_are_counted(world: Wo
             await asyncio.sleep(0)
 
     task = asyncio.create_task(others())
-    await count_newer(world.ladder.newer, snapshot, cases, RequestOptions(1.0))
+    await count_newer(world.ladder.newer, snapshot, cases, RequestOptions(1.0), read_nothing)
     task.cancel()
 
     assert turns >= 9 and all(case.counted is not None for case in cases)
+
+
+VALUES = "user_affinity"
+AGE = InputSpec("age", "feature", "int64", column="age")
+STORED, COMPUTED = [1.0] * 3, [0.5] * 3
+
+
+@dataclasses.dataclass
+class TakesWhatIsSent:
+    """Model for events whose input the night publishes of no user."""
+
+    predictor: FakePredictor
+
+    def supports(self, table: str) -> bool:
+        """All tables of the world."""
+        return self.predictor.supports(table)
+
+    def has_input(self, table: str, of_user: EventInput) -> bool:
+        """As the real one."""
+        return isinstance(self.prepare_all(table, [of_user])[0], Prepared)
+
+    def prepare_all(
+        self, table: str, inputs: Sequence[EventInput]
+    ) -> list[Prepared | InvalidInput | None]:
+        """What callers sent, prepared; None of who sent nothing."""
+        return self.predictor.prepare_all(table, [each.sent or LiveInput() for each in inputs])
+
+    def predict(
+        self,
+        table: str,
+        batch: Sequence[Prepared],
+        prints: Sequence[int],
+        scored_at: int,
+        new: Sequence[Any],  # noqa: ARG002 - values name no items
+    ) -> list[bytes]:
+        """One record each."""
+        nothing = np.empty(0, np.int64)
+        return self.predictor.predict(table, batch, prints, scored_at, blocked=nothing)
+
+
+class WorldOfValues(World):
+    """A world that computes from events."""
+
+    async def infer(self, job: Job) -> Computed:
+        """Inference on the spot, by the model that the job is for."""
+        if job.newer is None:
+            return await super().infer(job)
+        self.jobs.append(job)
+        (outcome,) = with_events_batch([job], SCORED_AT)
+        if not isinstance(outcome, Computed):
+            raise outcome
+        return outcome
+
+
+@pytest.fixture
+def values() -> WorldOfValues:
+    """World in which values come from an age, and all of u1 to u4 have clicked."""
+    world = WorldOfValues()
+    for at in range(1, 5):
+        clicks(world, f"u{at}", "i3", at)
+    return world
+
+
+def with_values(world: World, *without_record: str) -> Snapshot:
+    """A generation without the record of some users in the table of values."""
+    model = cast(Any, TakesWhatIsSent(world.predictor))
+    snapshot = world.snapshot(events=GenerationEvents(0, {VALUES: (AGE,)}, model))
+    layout = snapshot.manifest.tables[VALUES].layout
+    page = bytearray(world.remote.pages[GENERATION, VALUES, 0])
+    for user in without_record:
+        raw = user.encode()
+        start = world.users.find(hash_id(raw, world.users.seed)) * layout.size_bytes
+        row = absent(layout, np.array([fingerprint(raw)], np.uint64), SCORED_AT).tobytes()
+        page[start : start + layout.size_bytes] = row
+    world.remote.pages[GENERATION, VALUES, 0] = bytes(page)
+    return snapshot
+
+
+def reads(world: World) -> list[tuple[int, int]]:
+    """Numbers of records and of overlays that were read from Redis, for all trips to it."""
+    return [
+        (
+            sum(isinstance(read, PageRead) for read in trip),
+            sum(isinstance(read, OverlayRead) for read in trip),
+        )
+        for trip in world.remote.calls
+    ]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+async def test_a_user_with_a_record_and_events_gets_the_record_whatever_is_sent(
+    values: WorldOfValues, fresh: bool
+) -> None:
+    # Given a user with a record and a click, of whom the night publishes nothing that the model takes
+    holding = Holding(with_values(values))
+    asked = [entity("u1", VALUES), entity("u1", VALUES, features={"age": 40})]
+
+    # When values are asked for without features, and with them
+    plain, sent = [
+        (await values.ladder.lookup(holding, ask(one, fresh=fresh), monotonic()))[0]
+        for one in asked
+    ]
+
+    # Then both are the stored ones, and say so alike
+    assert plain["values"] == sent["values"] == STORED
+    assert sent["live"] == LiveReason.NO_USABLE_INPUT and sent["approximate"] is True
+    assert (sent["events"], sent["producer"]) == (1, "batch")
+    assert {**plain, "source": None} == {**sent, "source": None}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+async def test_what_a_user_without_a_record_sends_counts_before_the_events(
+    values: WorldOfValues, fresh: bool
+) -> None:
+    # Given a user with a click whom the night knows and has no values of, and a stranger with one
+    snapshot = with_values(values, "u1")
+    clicks(values, "stranger", "i3", 9)
+    asked = [entity(user, VALUES, features={"age": 40}) for user in ("u1", "stranger")]
+
+    # When both send features
+    answers = await values.ladder.lookup(Holding(snapshot), ask(*asked, fresh=fresh), monotonic())
+
+    # Then their values are computed from these
+    for answer in answers:
+        assert answer["values"] == COMPUTED and answer["source"] == "live"
+        assert answer["events"] == 1 and "approximate" not in answer and "live" not in answer
+    assert [job.newer is not None and job.newer.sent is not None for job in values.jobs] == [True] * 2
+
+
+async def test_records_of_a_batch_are_looked_for_in_one_trip(values: WorldOfValues) -> None:
+    # Given two users with a record and two without one
+    snapshot = with_values(values, "u2", "u4")
+
+    # When all of them send features
+    asked = [entity(f"u{number}", VALUES, features={"age": 40}) for number in range(1, 5)]
+    answers = await values.ladder.lookup(Holding(snapshot), ask(*asked), monotonic())
+
+    # Then one trip looks for the four records, the next one for computed answers, and no other goes to Redis
+    assert [answer["values"] for answer in answers] == [STORED, COMPUTED] * 2
+    assert reads(values) == [(4, 0), (0, 4)]
+
+
+async def test_a_record_out_of_reach_leaves_the_answer_to_what_is_sent(
+    values: WorldOfValues,
+) -> None:
+    # Given a user with a record whose page is not in Redis
+    snapshot = with_values(values)
+    page = values.remote.pages.pop((GENERATION, VALUES, 0))
+    sent = entity("u1", VALUES, features={"age": 40})
+
+    # When features are sent, and again once the page is back
+    (missed,) = await values.ladder.lookup(Holding(snapshot), ask(sent), monotonic())
+    values.remote.pages[GENERATION, VALUES, 0] = page
+    (stored,) = await values.ladder.lookup(Holding(snapshot), ask(sent), monotonic())
+
+    # Then the first answer is computed from them, and the second one is the record
+    assert (missed["values"], missed["source"]) == (COMPUTED, "live")
+    assert (stored["values"], stored["producer"]) == (STORED, "batch")
+
+
+@pytest.mark.parametrize(
+    ("user", "fields", "trips"),
+    [
+        ("u1", {}, [(0, 1), (1, 0)]),
+        ("u9", {}, [(1, 0)]),
+        ("u9", {"features": {"age": 40}}, [(1, 0)]),
+        ("stranger", {"features": {"age": 40}}, [(0, 1)]),
+    ],
+    ids=["events alone", "nothing", "sent alone", "stranger"],
+)
+async def test_no_record_is_read_before_it_is_needed(
+    values: WorldOfValues, user: str, fields: dict[str, Any], trips: list[tuple[int, int]]
+) -> None:
+    # Given users who have events, or send something, but not both; and a stranger with both
+    clicks(values, "stranger", "i3", 9)
+    snapshot = with_values(values)
+
+    # When one is answered
+    await values.ladder.lookup(Holding(snapshot), ask(entity(user, VALUES, **fields)), monotonic())
+
+    # Then Redis is asked for a record and for an answer at most once
+    assert reads(values) == trips
