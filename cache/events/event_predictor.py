@@ -41,8 +41,8 @@ class EventInput(NamedTuple):
     """Newer events of a user, and where the night's input of the user lies in its directory; -1: it has none.
 
     `sent` is what a caller sent of a user of whom the night has neither a record nor an input that the model takes: it
-    stands in for the night's, before the events. `values` are attributes that events set for the user. Items of events that are among the
-    `new_items` count as in the next night.
+    stands in for the night's, before the events. `values` are attributes that events set for the user. Items of events
+    that are among the `new_items` count as in the next night.
     """
 
     position: int

@@ -105,7 +105,8 @@ class Explainer:
         answered = await replay.answered(holding, case, ask.options, self._unheard)
         previous = await self._previous(holding, answered, replay)
         answer = _answer(answered, said)
-        chosen = replay.stored if answer["tier"] in STORED else None
+        is_stored = answer["tier"] in STORED
+        chosen = await replay.look(view, answered.want) if is_stored else None
         told: dict[str, Any] = {
             "table": table.name,
             "id": case.entity.id,

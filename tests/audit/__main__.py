@@ -28,7 +28,7 @@ def main() -> int:
     )
     parser.add_argument("--lanes", type=int, default=2, help="scenarios at a time")
     parser.add_argument(
-        "--first", action="store_true", help="end at the first violation that is not known"
+        "--first", action="store_true", help="end at the first violation"
     )
     options = parser.parse_args()
     print(f"seed {options.seed}, scenarios {', '.join(options.scenario or ALL)}", flush=True)
