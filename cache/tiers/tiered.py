@@ -23,6 +23,7 @@ from cache.tiers.checks import check_live, is_answer, judge, live_key, overlay_e
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.tiers.results import (
     MISSED,
+    OUTAGES,
     STANDS_IN,
     Counters,
     Found,
@@ -215,7 +216,11 @@ class Tiered:
             return entry
         kept = self.local.get(live_key(key, want.digest))
         outcome = entry if kept is None else judge(kept, want, "l1")
-        return outcome._replace(reason=entry.reason) if isinstance(outcome, Found) else entry
+        if not isinstance(outcome, Found):
+            return entry
+        # Without a record of the night it is what is stored of this id, and no substitute.
+        reason = entry.reason if entry.reason in OUTAGES else None
+        return outcome._replace(reason=reason)
 
     async def _read_one(
         self, view: View, key: LocalKey, want: Want, deadline: float | None

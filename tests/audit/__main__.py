@@ -27,9 +27,7 @@ def main() -> int:
         "--keep", action="store_true", help="leave the folder of sources, store and logs"
     )
     parser.add_argument("--lanes", type=int, default=2, help="scenarios at a time")
-    parser.add_argument(
-        "--first", action="store_true", help="end at the first violation"
-    )
+    parser.add_argument("--first", action="store_true", help="end at the first violation")
     options = parser.parse_args()
     print(f"seed {options.seed}, scenarios {', '.join(options.scenario or ALL)}", flush=True)
     with scratch_folder(options.keep) as folder:

@@ -30,6 +30,10 @@ LATE_S = 2.5
 
 API = "docs/reference/http-api.md"
 FILTERS = "docs/how-to/filter-answers.md"
+
+_READS_MAX = 5
+"""Reads of the catalogue at most, until two in a row are equal."""
+
 PROMISES = {
     "echo": f"{API}: `id`: Id as it was asked; `table`: Table that was asked",
     "generation": f"{API}: Generation that all of the answer is of",
@@ -1011,26 +1015,11 @@ class Checker:
     def learn_order(self, client: Client, id_: str) -> None:
         """Read the catalogue's order off lists whose scores are all equal."""
         generation = self.knowledge.generations[id_]
-        seen: list[str] = []
-        zero = Input(None, (), 0)
-        while True:
-            reply = client.lookup(
-                "user_topk",
-                [zero.body()],
-                k=generation.rules.topk,
-                filter=EVERYTHING,
-                exclude=seen,
-                generation=id_,
-            )
-            client.recent.clear()
-            if reply.status != 200:
-                raise AssertionError(f"the catalogue's order cannot be read: {reply.body}")
-            answer = reply.body["answers"][0]
-            self.knowledge.answered[answer["table"], answer["source"]] += 1
-            if "reason" in answer:
-                self.knowledge.reasons[answer["table"], answer["reason"]] += 1
-            seen += [item for item in answer["items"] if item in generation.items]
-            if answer["short"]:
+        seen, answer = self._read_all_items(client, generation)
+        for _ in range(_READS_MAX):
+            # What is blocked or unblocked meanwhile takes effect between two pages of a read.
+            before, (seen, answer) = seen, self._read_all_items(client, generation)
+            if seen == before:
                 break
         missing = set(generation.items) - set(seen) - self.knowledge.blocked_items
         self.report.require(
@@ -1056,3 +1045,27 @@ class Checker:
                 seen.insert(seen.index(earlier[place - 1]) + 1 if place else 0, item)
         self.knowledge.order = seen
         generation.order.update({item: place for place, item in enumerate(seen)})
+
+    def _read_all_items(self, client: Client, generation: Generation) -> tuple[list[str], Json]:
+        """Read all items of the catalogue, page by page; return them and the last answer."""
+        seen: list[str] = []
+        zero = Input(None, (), 0)
+        while True:
+            reply = client.lookup(
+                "user_topk",
+                [zero.body()],
+                k=generation.rules.topk,
+                filter=EVERYTHING,
+                exclude=seen,
+                generation=generation.id,
+            )
+            client.recent.clear()
+            if reply.status != 200:
+                raise AssertionError(f"the catalogue's order cannot be read: {reply.body}")
+            answer = reply.body["answers"][0]
+            self.knowledge.answered[answer["table"], answer["source"]] += 1
+            if "reason" in answer:
+                self.knowledge.reasons[answer["table"], answer["reason"]] += 1
+            seen += [item for item in answer["items"] if item in generation.items]
+            if answer["short"]:
+                return seen, answer

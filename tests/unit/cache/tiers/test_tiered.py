@@ -189,7 +189,7 @@ async def test_a_live_answer_stands_in_where_the_night_has_none(bench: Bench) ->
 
     found = await bench.get(want)
 
-    assert isinstance(found, Found) and found.live
+    assert isinstance(found, Found) and found.live and found.reason is None
     assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.NOT_IN_GENERATION)
 
 
