@@ -8,7 +8,9 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -239,11 +241,12 @@ def test_many_random_streams_end_where_the_judges_say(service: Door, judges: lis
     assert tried > 50
 
 
-@pytest.fixture(scope="module")
-def fronts(
-    service: Door, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[tuple[str, int]]]:
-    """The service behind nginx, over a connection that is used again: bodies whole, or as they come, with upgrades."""
+@contextmanager
+def behind_nginx(service: Door, folder: Path) -> Iterator[list[tuple[str, int]]]:
+    """Two addresses of nginx before a service, over a connection that is used again.
+
+    One sends bodies whole, the other one as they come, with upgrades.
+    """
     if NGINX is None:
         pytest.skip("no nginx here: apt-get install nginx-light")
     ports = [free_port(), free_port()]
@@ -263,9 +266,19 @@ def fronts(
     location / {{ {common} proxy_request_buffering off; proxy_buffering off;
       proxy_set_header Upgrade $http_upgrade; proxy_set_header Connection "upgrade"; }}
   }}"""
-    with nginx(NGINX, tmp_path_factory.mktemp("nginx"), lines):
+    folder.mkdir(exist_ok=True)
+    with nginx(NGINX, folder, lines):
         assert until(lambda: all(map(listens, ports)))
         yield [("127.0.0.1", port) for port in ports]
+
+
+@pytest.fixture(scope="module")
+def fronts(
+    service: Door, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[tuple[str, int]]]:
+    """The addresses of nginx before the service."""
+    with behind_nginx(service, tmp_path_factory.mktemp("nginx")) as addresses:
+        yield addresses
 
 
 def hold_behind_nginx(
