@@ -28,6 +28,7 @@ from cache.process.extras import SERVING, missing
 from cache.process.interrupts import never_swallowed
 from cache.process.printable import printable_lines
 from cache.process.redis_server import redis_url, running_server
+from cache.resp.reply_shapes import WrongReply
 from cache.store.releases import newest_release
 from serving.access.quota_table import QuotaTable
 from serving.process.supervisor import QUOTAS, Spawn, Workers
@@ -190,6 +191,8 @@ def _policy(server: "redis.Redis") -> str:
     try:
         info: dict[str, object] = server.info("memory")
         return str(info.get("maxmemory_policy", ""))
+    except WrongReply:
+        raise
     except ResponseError:
         return ""  # there, but this user may not ask; keeping up says so
 

@@ -21,6 +21,7 @@ from cache.control.hot_keys import (
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.errors import as_unavailable
+from cache.resp.reply_shapes import SCORED_MEMBERS, TEXT, check_replies, checked, refuse, refusing
 
 Words = str | bytes | float
 
@@ -59,7 +60,11 @@ class ControlPlane(Protocol):
 
     async def watch(self) -> tuple[bytes | None, bytes | None]:
         """The live pointer's JSON and the staging note's, as of one moment; None for what is not there."""
-        pointer, note = await self.ask("MGET", self.keyspace.live, self.keyspace.next)
+        values = await self.ask("MGET", self.keyspace.live, self.keyspace.next)
+        if len(values) != 2:
+            with as_unavailable():
+                refuse("MGET", values, "two values")
+        pointer, note = values
         return cast(bytes | None, pointer), cast(bytes | None, note)
 
     async def time(self) -> float:
@@ -126,7 +131,7 @@ class ServerControl(ControlPlane):
 
     def __init__(self, keyspace: Keyspace, pool: ConnectionPool, renew: Callable[[], None]) -> None:
         self.keyspace = keyspace
-        self._client: Redis = Redis(connection_pool=pool)
+        self._client: Redis = check_replies(Redis(connection_pool=pool))
         self._renew = renew
 
     async def ask(self, *command: Words) -> Any:
@@ -164,13 +169,12 @@ class ServerControl(ControlPlane):
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
         """Messages of a channel; ends with TierUnavailable when the connection does."""
-        with (
-            as_unavailable()
-        ):  # around the end of the subscription, too: it may meet a connection that is gone
+        # Around the end of the subscription, too: it may meet a connection that is gone.
+        with as_unavailable(), refusing("SUBSCRIBE", "a message"):
             async with self._client.pubsub(ignore_subscribe_messages=True) as subscription:
                 await subscription.subscribe(channel or self.keyspace.channel)
                 async for message in subscription.listen():
-                    yield message["data"]
+                    yield checked("SUBSCRIBE", message["data"], TEXT)
 
     async def aclose(self) -> None:
         """Ends what is under way and closes the pool."""
@@ -187,7 +191,9 @@ async def _members(control: ControlPlane, key: str) -> list[bytes]:
     found: list[bytes] = []
     for start in range(0, MEMBERS_MAX, READ_AT_ONCE):
         last = start + READ_AT_ONCE - 1
-        found += (piece := await control.ask("ZREVRANGE", key, start, last, "WITHSCORES"))
+        reply = await control.ask("ZREVRANGE", key, start, last, "WITHSCORES")
+        with as_unavailable():
+            found += (piece := checked("ZREVRANGE", reply, SCORED_MEMBERS))
         if len(piece) < 2 * READ_AT_ONCE:
             break
     return found

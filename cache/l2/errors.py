@@ -96,6 +96,11 @@ def _with_remedy(error: Exception, where: str, variable: str) -> LarderError:
                 f"Redis cannot be reached ({where}): {error}; start it or correct {variable}, then run the "
                 "step again"
             )
+        case exceptions.InvalidResponse():
+            said = (
+                f"the server at {where} does not answer as Redis does: {error}; check that the address is Redis', then "
+                "run the step again"
+            )
         case exceptions.AskError():
             return ConfigError(
                 f"{where} is a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)"

@@ -7,6 +7,7 @@ from typing import Any, cast
 import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import RedisClusterException
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
@@ -14,6 +15,7 @@ from cache.l2.sentinel.primary import pool_of
 from cache.l2.sentinel.url import is_sentinel
 from cache.l2.slots import SLOTS, address_of, is_cluster, join_address, seed_urls
 from cache.resp.parsers import BOUNDED
+from cache.resp.reply_shapes import UNREADABLE, check_replies
 
 RETRIES = 2
 """Times that a command is sent again after an error, each time by a new slot map."""
@@ -30,16 +32,36 @@ class Cluster(RedisCluster):
     def __init__(self, url: str, settings: dict[str, Any]) -> None:
         seed, *others = seed_urls(url)
         self.named = url, settings
-        super().__init__(
-            url=seed,
-            startup_nodes=[_node(each) for each in others],
-            require_full_coverage=False,
-            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), RETRIES),
-            maint_notifications_config=MaintNotificationsConfig(enabled=False),
-            # Of the settings of a parser redis-py hands none on to the connections to nodes.
-            connection_pool_class=partial(redis.ConnectionPool, **BOUNDED),
-            **settings,
-        )
+        try:
+            super().__init__(
+                url=seed,
+                startup_nodes=[_node(each) for each in others],
+                require_full_coverage=False,
+                retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), RETRIES),
+                maint_notifications_config=MaintNotificationsConfig(enabled=False),
+                # Of the settings of a parser redis-py hands none on to the connections to nodes.
+                connection_pool_class=partial(redis.ConnectionPool, **BOUNDED),
+                **settings,
+            )
+        except UNREADABLE as error:  # the first map is read before a client could be checked
+            raise RedisClusterException(
+                f"CLUSTER SLOTS was answered by what is not a slot map ({type(error).__name__}: {error})"
+            ) from error
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        """Has the clients of all nodes, also of those that are met later, check their replies."""
+        nodes = self.nodes_manager
+        create = nodes.create_redis_node
+
+        def create_checked(*arguments: Any, **named: Any) -> "redis.Redis":
+            client: redis.Redis = create(*arguments, **named)  # type: ignore[no-untyped-call]
+            return check_replies(client)
+
+        nodes.create_redis_node = create_checked  # type: ignore[method-assign]
+        for node in {*nodes.nodes_cache.values(), *nodes.startup_nodes.values()}:
+            if node.redis_connection is not None:
+                check_replies(node.redis_connection)
 
     def close(self) -> None:
         """Closes every connection to every node, which redis-py's own leaves to the garbage collector."""
@@ -61,9 +83,9 @@ def open_client(url: str, **settings: Any) -> "redis.Redis":
     Raises ConfigError or ValueError for a URL that cannot be used, redis-py's errors when no node of a cluster answers.
     """
     if is_sentinel(url):
-        return redis.Redis.from_pool(pool_of(url, **settings, **BOUNDED))
+        return check_replies(redis.Redis.from_pool(pool_of(url, **settings, **BOUNDED)))
     if not is_cluster(url):
-        return redis.Redis.from_url(url, **settings, **BOUNDED)
+        return check_replies(redis.Redis.from_url(url, **settings, **BOUNDED))
     settings.pop("retry", None)
     return cast("redis.Redis", Cluster(url, settings))
 
@@ -81,7 +103,8 @@ def another(client: "redis.Redis", pool: Pool = redis.ConnectionPool, **changes:
     if not isinstance(client, Cluster):
         mine = client.connection_pool
         settings = {**mine.connection_kwargs, **changes}
-        return redis.Redis(connection_pool=pool(connection_class=mine.connection_class, **settings))
+        own = pool(connection_class=mine.connection_class, **settings)
+        return check_replies(redis.Redis(connection_pool=own))
     changes.pop("retry", None)
     url, settings = client.named
     again = Cluster(url, {**settings, **changes})

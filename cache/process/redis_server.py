@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -23,6 +23,7 @@ from cache.errors import ConfigError
 from cache.process.child_process import Guarded, NamedPipe, WritingEnd
 from cache.process.extras import install_command
 from cache.resp.parsers import BOUNDED
+from cache.resp.reply_shapes import check_replies, info_number
 
 # What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
 # rebuild it, and only keys with an expiry (overlays) may be evicted.
@@ -216,9 +217,9 @@ def _process_id(url: str) -> int | None:
     # Without a retry: redis-py's own would wait seconds on a port that nobody holds yet.
     never = Retry(NoBackoff(), 0)
     settings: dict[str, Any] = {"socket_timeout": 1.0, "protocol": 2, "retry": never, **BOUNDED}
-    with redis.Redis.from_url(url, **settings) as client:
+    with check_replies(redis.Redis.from_url(url, **settings)) as client:
         try:
-            return int(client.info("server")["process_id"])
+            return info_number(cast(Any, client.info("server")), "process_id")
         except redis.RedisError:
             return None
 

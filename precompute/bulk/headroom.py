@@ -12,6 +12,7 @@ from cache.errors import Refused
 from cache.format.gate_rules import DISK_HEADROOM, REDIS_HEADROOM
 from cache.format.manifest import Manifest
 from cache.l2.sync_clients import masters, shares
+from cache.resp.reply_shapes import info_number, refusing
 from cache.store.artefacts import ArtefactStore, disk_errors, generation_path
 from precompute.bulk.parts import total_bytes
 from precompute.config.settings import GateThresholds, NightConfig
@@ -37,11 +38,12 @@ def unevictable_bytes(
     """
     info: Any = server.info("memory")
     keyspace: Any = server.info("keyspace")
-    used = int(info["used_memory"])
-    expiring = sum(int(each["expires"]) for each in keyspace.values())
+    used = info_number(info, "used_memory")
+    with refusing("INFO", "counts of keys by database"):
+        expiring = sum(int(each["expires"]) for each in keyspace.values())
     if not expiring or not control.check_policy().startswith("volatile-"):
         return used
-    dataset = int(info.get("used_memory_dataset", used))
+    dataset = info_number(info, "used_memory_dataset", used)
     overlays = expiring * (record_bytes + OVERLAY_EXTRA_BYTES)
     return min(used, used - dataset + max(round(pages_bytes), dataset - overlays))
 
@@ -63,7 +65,7 @@ def demand_redis(
     share = shares(control.client)
     for name, server in masters(control.client).items():
         info: Any = server.info("memory")
-        limit = int(info.get("maxmemory", 0))
+        limit = info_number(info, "maxmemory", 0)
         if not limit:
             continue
         more = round(size_bytes * share[name])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import redis
 
 from cache.l2.sync_clients import by_server
+from cache.resp.reply_shapes import checked
 from precompute.bulk.governor import Governor
 from precompute.bulk.own_connections import OwnConnections
 
@@ -113,7 +114,7 @@ class PageStream(OwnConnections):
         for connection, pages in chunk.sent:
             for page in pages:
                 try:
-                    connection.read_response()
+                    checked("SET", connection.read_response())
                 except redis.exceptions.AskError:  # MOVED is one, too
                     again(page)
         self._landed(chunk.pages, chunk.size_bytes)

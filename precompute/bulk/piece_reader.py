@@ -8,6 +8,7 @@ import redis
 import xxhash
 
 from cache.l2.sync_clients import by_server
+from cache.resp.reply_shapes import checked
 from precompute.bulk.governor import Governor
 from precompute.bulk.own_connections import OwnConnections
 
@@ -64,7 +65,7 @@ class PieceReader(OwnConnections):
     def _take(self) -> Iterator[PageDigest]:
         asked = self._waiting.popleft()
         try:
-            value: Any = asked.connection.read_response()
+            value: Any = checked("GETRANGE", asked.connection.read_response())
         except redis.exceptions.AskError:  # MOVED is one, too
             value = self._client.getrange(asked.name.decode(), asked.start, asked.end)
         self._digest.update(value)

@@ -12,6 +12,7 @@ from cache.errors import CorruptArtefact
 from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import by_server
+from cache.resp.reply_shapes import checked
 from precompute.bulk.governor import Governor
 from precompute.bulk.own_connections import OwnConnections
 from precompute.bulk.parts import Part
@@ -150,6 +151,6 @@ def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -
 def _reply(connection: Any) -> int | None:
     """Reads an integer reply, None where another node of the cluster has to be asked."""
     try:
-        return int(connection.read_response())
+        return int(checked("STRLEN", connection.read_response()))
     except redis.exceptions.AskError:  # MOVED is one, too
         return None

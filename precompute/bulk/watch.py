@@ -16,6 +16,7 @@ from redis.retry import Retry
 
 from cache.errors import LarderError
 from cache.l2.sync_clients import another, by_server, disconnect, masters
+from cache.resp.reply_shapes import info_number, refusing
 from precompute.bulk.own_connections import OwnConnections
 from precompute.control.control_keys import Control
 
@@ -140,8 +141,12 @@ class Watcher:
         while not self._closing.is_set():
             try:
                 self._watch()
-            except (*_TROUBLE, LarderError, OSError, ValueError) as error:
-                log.debug("the watch over readers starts again: %s", error)
+            except Exception as error:
+                is_expected = isinstance(error, (*_TROUBLE, LarderError, OSError, ValueError))
+                log.log(
+                    logging.DEBUG if is_expected else logging.WARNING,
+                    "the watch over readers starts again: %s", error if is_expected else repr(error),
+                )  # fmt: skip
                 self._found.append(math.inf)
                 self._closing.wait(RETRY_S)
 
@@ -219,7 +224,7 @@ class Watcher:
             foreign = max(0.0, (reads - before[1]) / spent_s)
             spent = [used - before[2].get(server, used) for server, used in cpu.items()]
             busy = max([0.0, *spent]) / spent_s
-        followers = sum(int(info.get("connected_slaves", 0)) for info in infos.values())
+        followers = sum(info_number(info, "connected_slaves", 0) for info in infos.values())
         behind = max(map(lag_bytes, infos.values()), default=0)
         return Look(now, heard, len(replicas), foreign, busy, followers, behind)
 
@@ -243,10 +248,9 @@ def info_of(server: "redis.Redis") -> dict[str, Any]:
 
 def lag_bytes(info: Mapping[str, Any]) -> int:
     """Bytes that the slowest replica of a server lags behind it."""
-    offset = int(info.get("master_repl_offset", 0))
-    replicas = (
-        info.get(f"slave{number}") for number in range(int(info.get("connected_slaves", 0)))
-    )
+    offset = info_number(info, "master_repl_offset", 0)
+    count = info_number(info, "connected_slaves", 0)
+    replicas = (info.get(f"slave{number}") for number in range(count))
     return max(
         [0]
         + [
@@ -259,10 +263,12 @@ def lag_bytes(info: Mapping[str, Any]) -> int:
 
 def reads_of(info: Mapping[str, Any]) -> int:
     """Number of commands that read (READS) a server has answered."""
-    return sum(int(info[name]["calls"]) for name in READS if name in info)
+    with refusing("INFO", "statistics of commands"):
+        return sum(int(info[name]["calls"]) for name in READS if name in info)
 
 
 def cpu_s(info: Mapping[str, Any]) -> float:
     """Processor time of the thread that answers."""
     used = info.get("used_cpu_user_main_thread", 0), info.get("used_cpu_sys_main_thread", 0)
-    return float(sum(used))
+    with refusing("INFO", "processor times"):
+        return float(sum(used))

@@ -10,6 +10,7 @@ from cache.errors import Conflict, CorruptArtefact, Refused, UnknownFormat
 from cache.format.redis_keys import Keyspace
 from cache.l2.errors import translated as translated
 from cache.l2.sync_clients import home, masters
+from cache.resp.reply_shapes import COUNT, MOVED, checked
 from cache.store.releases import Pointer
 from precompute.control.connection import connect as connect
 from precompute.control.rows import Replica, Row
@@ -132,9 +133,10 @@ class Control:
             arguments += [generation, row.to_bytes()]
         names = (self.keys.live, self.keys.generations, self.keys.channel)
         reply: Any = self.client.eval(_MOVE, len(names), *names, *arguments)
+        checked("EVAL", reply, MOVED)
         moved, raw = reply[:2]
         if moved == 2:
-            state, generation = raw.decode(), reply[2].decode()
+            state, generation = (each.decode(errors="replace") for each in reply[1:3])
             what = "made live" if generation == to.generation else "tried out"
             raise Conflict(
                 f"{generation} cannot be {what}: it is {state} by now",
@@ -158,7 +160,7 @@ class Control:
         for generation, row in rows.items():
             arguments += [generation, row.to_bytes()]
         names = (self.keys.live, self.keys.generations)
-        marked: Any = self.client.eval(_MARK, len(names), *names, *arguments)
+        marked = checked("EVAL", self.client.eval(_MARK, len(names), *names, *arguments), COUNT)
         if marked == 2:
             raise Conflict(f"the pointer names one of {', '.join(rows)}: readers depend on it")
         return bool(marked)

@@ -5,6 +5,7 @@ from typing import Any
 
 from cache.errors import Conflict, CorruptArtefact
 from cache.format.manifest import GENERATION
+from cache.resp.reply_shapes import COUNT, checked
 from cache.store.releases import Pointer
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
@@ -54,7 +55,7 @@ def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress 
                 "restore", about, attempt=attempt, reason=f"adopted: {reason}",
                 expected=stray.epoch,
             )  # fmt: skip
-        if not client.eval(_REMOVE, 1, keys.live, raw):
+        if not checked("EVAL", client.eval(_REMOVE, 1, keys.live, raw), COUNT):
             raise Conflict(
                 f"the pointer in {keys.live} moved while it was looked at; look at `status`"
             )

@@ -13,6 +13,7 @@ from cache.errors import Conflict
 from cache.format.manifest import GENERATION
 from cache.l2.sync_clients import masters
 from cache.resp.parsers import bound_replies
+from cache.resp.reply_shapes import check_replies, info_number, refusing
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
 from precompute.releases.release_log import ReleaseLog
@@ -113,8 +114,10 @@ def wait_for_replicas(
 def _replicas(client: "redis.Redis") -> dict[str, dict[str, Any]]:
     """Host and port -> what the primary says of the replica."""
     info: Any = client.info("replication")
-    found = (info.get(f"slave{number}") for number in range(int(info.get("connected_slaves", 0))))
-    return {f"{each['ip']}:{each['port']}": each for each in found if isinstance(each, dict)}
+    count = info_number(info, "connected_slaves", 0)
+    found = (info.get(f"slave{number}") for number in range(count))
+    with refusing("INFO", "replicas with their ip and port"):
+        return {f"{each['ip']}:{each['port']}": each for each in found if isinstance(each, dict)}
 
 
 def _ask(client: "redis.Redis", host: str, port: int) -> str:
@@ -130,7 +133,7 @@ def _ask(client: "redis.Redis", host: str, port: int) -> str:
             host=host, port=port, ssl=is_ssl, socket_timeout=CONNECT_S,
             socket_connect_timeout=CONNECT_S, retry=Retry(NoBackoff(), 0), **options,
         )  # fmt: skip
-        with bound_replies(client) as replica:
+        with check_replies(bound_replies(client)) as replica:
             info: Any = replica.info("server")
             return str(info.get("run_id", ""))
     except (redis.exceptions.RedisError, OSError):

@@ -12,6 +12,7 @@ import redis
 from cache.config.sections import FlipConfig
 from cache.control.staging_note import Staging
 from cache.errors import Conflict
+from cache.resp.reply_shapes import TEXT_OR_NOTHING, checked
 from precompute.config.progress import Progress, quiet
 from precompute.control.control_keys import REPLICA_DEAD_S, Control
 from precompute.control.rows import Replica
@@ -92,6 +93,7 @@ class StagingNote:
             _STAGE, 3, keys.next, keys.channel, keys.live,
             attempt, generation, str(now), note.to_bytes(),
         )  # fmt: skip
+        checked("EVAL", found, TEXT_OR_NOTHING)
         return None if found is None else Staging.from_bytes(found)
 
     def clear(self, attempt: str, generation: str = "") -> None:

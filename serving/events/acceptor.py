@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from cache.errors import LarderError
+from cache.errors import InvalidInput, LarderError
 from cache.events.accept import SCRIPT, Accepted, PackedEvent, StreamBounds, call_of, outcomes
 from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
@@ -97,7 +97,7 @@ class Acceptor:
         try:
             keys, arguments = call_of(self._keyspace, self._bounds, events, self._newest())
             replies = await self._redis.accept(keys, arguments, self._script)
-            found = outcomes(replies)
+            found = _outcomes(replies, len(events))
         except Exception as error:
             # What waits behind an outage would wait as long in vain.
             behind = self._take_all() if isinstance(error, EventsUnavailable) else []
@@ -129,3 +129,16 @@ class Acceptor:
         for piece in pieces:
             if not piece.outcome.done():
                 piece.outcome.set_exception(why)
+
+
+def _outcomes(replies: Sequence[bytes], count: int) -> list[Accepted]:
+    """Outcomes of so many events; raises EventsUnavailable for replies that are none, or not as many."""
+    try:
+        found = outcomes(replies)
+    except InvalidInput as error:
+        raise EventsUnavailable(f"the Redis of events: {error.message}") from error
+    if len(found) != count:
+        raise EventsUnavailable(
+            f"the Redis of events told the outcome of {len(found)} events, not of {count}"
+        )
+    return found

@@ -18,6 +18,7 @@ from cache.errors import ConfigError, LarderError
 from cache.events.accept import FULL, SCRIPT
 from cache.l2.errors import HANDLER_CLOSED
 from cache.resp.parsers import ASYNC_BOUNDED
+from cache.resp.reply_shapes import TEXTS, check_replies, checked
 from serving.events.durability import FoundDurability, durability_of
 
 Command = tuple[bytes | str | int | float, ...]
@@ -73,6 +74,7 @@ class EventsRedis:
             raise ConfigError(f"events_url cannot be used: {error}", field="events_url") from error
         self._client: Redis = Redis(connection_pool=self._pool)
         self._client.response_callbacks.clear()  # replies as they come: what differs by protocol is not wanted here
+        check_replies(self._client)
 
     async def ask(self, *words: Any) -> Any:
         """The reply to one command."""
@@ -143,9 +145,9 @@ class EventsRedis:
         for each in replies:
             if isinstance(each, ResponseError):
                 raise each
-        if len(replies) > 1 and not replies[1][0]:
+        if len(replies) > 1 and not checked("WAITAOF", replies[1])[0]:
             raise EventsUnavailable("the Redis of events did not write to its disk in time")
-        accepted: list[bytes] = replies[0]
+        accepted: list[bytes] = checked(str(command[0]), replies[0], TEXTS)
         return accepted
 
     async def _greet(self, connection: AbstractConnection) -> None:
@@ -171,7 +173,7 @@ def _demand(found: FoundDurability, demanded: Durability) -> None:
 
 async def _asked(connection: AbstractConnection, *words: str) -> Any:
     await connection.send_command(*words)
-    return await connection.read_response()
+    return checked(words[0], await connection.read_response())
 
 
 async def _reply(connection: AbstractConnection) -> Any:

@@ -52,7 +52,7 @@ class EventCounts(Collector):
         try:
             found = await self._redis.look_at_durability()
             size_bytes, length, waiting, first, now = await self._redis.ask_all([
-                ("MEMORY", "USAGE", stream, "SAMPLES", 5), ("XLEN", stream), ("XLEN", inbox),
+                ("MEMORY USAGE", stream, "SAMPLES", 5), ("XLEN", stream), ("XLEN", inbox),
                 ("XRANGE", inbox, "-", "+", "COUNT", 1), ("TIME",),
             ])  # fmt: skip
         except EventsUnavailable:

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, NamedTuple
 from redis.exceptions import ResponseError
 
 from cache.config.events import Durability
+from cache.resp.reply_shapes import WrongReply
 
 Kept = Literal["always", "everysec", "none", "unknown"]
 """State of an event when it is accepted: on disk; there within a second; in memory alone; or nobody tells."""
@@ -36,7 +37,9 @@ async def durability_of(ask: Ask, demanded: Durability) -> FoundDurability:
     demanded.
     """
     try:
-        flat = await ask("CONFIG", "GET", "*append*")
+        flat = await ask("CONFIG GET", "*append*")
+    except WrongReply:
+        raise
     except ResponseError:  # this user may not, or it is renamed
         flat = []
     told = dict(zip(flat[::2], flat[1::2], strict=False))
@@ -49,6 +52,8 @@ async def durability_of(ask: Ask, demanded: Durability) -> FoundDurability:
         return FoundDurability("always" if fsync == b"always" else "everysec")
     try:
         found = _AOF.search(await ask("INFO", "persistence"))
+    except WrongReply:
+        raise
     except ResponseError:
         found = None
     if found is None:
@@ -59,6 +64,8 @@ async def durability_of(ask: Ask, demanded: Durability) -> FoundDurability:
         return FoundDurability("unknown")
     try:
         await ask("WAITAOF", "0", "0", "1")
+    except WrongReply:
+        raise
     except ResponseError:  # Redis 7.0 has none
         return FoundDurability("unknown")
     return FoundDurability("always", waits=True)

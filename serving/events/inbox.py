@@ -89,7 +89,7 @@ class Inbox:
     async def consume(self) -> None:
         """Take entries in until that fails; return where its Redis is full or away, after a pause."""
         try:
-            await self._redis.ask("XGROUP", "CREATE", self._key, GROUP, "0", "MKSTREAM")
+            await self._redis.ask("XGROUP CREATE", self._key, GROUP, "0", "MKSTREAM")
         except EventsFull:
             pass  # at maxmemory no group is made, nor looked for: the one that may be there empties the inbox
         except EventsUnavailable as error:

@@ -18,6 +18,7 @@ from cache.events.event import Event
 from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
 from cache.resp.parsers import ASYNC_BOUNDED
+from cache.resp.reply_shapes import check_replies
 from cache.store.blocklist import Blocklist
 from serving.answers.reasons import Stale
 from serving.fresh.newer_events import NO_LIMIT, NewerEvents
@@ -99,12 +100,14 @@ class EventFollower:
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Redis]:
         """A connection of its own, whose reads may wait."""
-        client = Redis.from_url(
-            self._url,
-            protocol=2,
-            socket_timeout=_SILENT_S,
-            retry=Retry(NoBackoff(), 0),
-            **ASYNC_BOUNDED,
+        client = check_replies(
+            Redis.from_url(
+                self._url,
+                protocol=2,
+                socket_timeout=_SILENT_S,
+                retry=Retry(NoBackoff(), 0),
+                **ASYNC_BOUNDED,
+            )
         )
         try:
             asked_at = self._timer()

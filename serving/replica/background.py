@@ -14,6 +14,7 @@ from redis.exceptions import ResponseError
 from cache.errors import LarderError, TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from cache.process.background_loops import BackgroundLoops, stop
+from cache.resp.reply_shapes import WrongReply
 from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
 from serving.answers.reasons import Stale
 from serving.generations.pointer_follower import Follower
@@ -161,7 +162,8 @@ class Refresher:
         try:
             policy = await self._control.eviction_policy()
         except TierUnavailable as error:
-            if not isinstance(error.__cause__, ResponseError):
+            cause = error.__cause__
+            if not isinstance(cause, ResponseError) or isinstance(cause, WrongReply):
                 return  # gone again; a later beat asks
             policy = ""  # there, but this user may not ask
         if not policy and not self._is_policy_unknown:

@@ -158,7 +158,7 @@ class Nodes:
     async def _asked(self, tier: RemoteTier, address: str) -> Owners:
         try:
             async with asyncio.timeout(self._config.control_timeout_s):
-                return owners_of(await tier.control.ask("CLUSTER", "SLOTS"), address)
+                return owners_of(await tier.control.ask("CLUSTER SLOTS"), address)
         except (TierUnavailable, TimeoutError, ValueError, TypeError):
             return {}
 

@@ -17,6 +17,7 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 
 from cache.l2.sentinel.url import SentinelGroup, is_tls, read_url
 from cache.resp.parsers import bound_replies
+from cache.resp.reply_shapes import check_replies
 
 ASK_S: Final = 0.5
 """Seconds that one sentinel may take, before the next is asked."""
@@ -35,7 +36,7 @@ class PrimaryConnection(redis.Connection):
         # One for each connection: redis-py's puts its sentinels in another order as it asks, and threads share none.
         with Sentinel(group.addresses, sentinel_kwargs=asked) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
-                bound_replies(client)
+                check_replies(bound_replies(client))
             try:
                 self.host, self.port = sentinels.discover_master(group.service)
             except MasterNotFoundError as error:
@@ -59,7 +60,7 @@ class AsyncPrimaryConnection(Connection):
         asked = {**_patience(), "retry": AsyncRetry(NoBackoff(), 0), **group.settings}
         async with AsyncSentinel(group.addresses, sentinel_kwargs=asked) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
-                bound_replies(client)
+                check_replies(bound_replies(client))
             try:
                 self.host, self.port = await sentinels.discover_master(group.service)
             except AsyncMasterNotFoundError as error:

@@ -43,6 +43,8 @@ def kind_of(server: "redis.Redis") -> RedisKind:
     """
     from redis.exceptions import NoPermissionError, ResponseError
 
+    from cache.resp.reply_shapes import WrongReply, refuse
+
     told: dict[str, Any] = server.info("server")
     name, version = _named(told)
     missing = []
@@ -58,6 +60,10 @@ def kind_of(server: "redis.Redis") -> RedisKind:
     names = (*NEEDED, *USED)
     try:
         found: Any = server.execute_command("COMMAND INFO", *names)  # type: ignore[no-untyped-call]
+        if len(found) != len(names):
+            refuse("COMMAND INFO", found, "as many commands as were asked for")
+    except WrongReply:
+        raise
     except ResponseError:
         found = names
     known = {name for name, each in zip(names, found, strict=True) if each}

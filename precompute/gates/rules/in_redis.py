@@ -10,6 +10,7 @@ import redis
 from cache.errors import NotJudged
 from cache.format.gate_rules import REDIS_HEADROOM
 from cache.l2.sync_clients import masters, shares
+from cache.resp.reply_shapes import info_number
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.headroom import unevictable_bytes
 from precompute.bulk.load import BadPage, Part, load_part, parts_of, verify_part
@@ -41,7 +42,7 @@ def _share_used(found: Measured) -> float:
 
 
 def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measured:
-    used = int(cast(Any, server.info("memory"))["used_memory"])
+    used = info_number(cast(Any, server.info("memory")), "used_memory")
     if candidate.pages_bytes is not None:
         used = unevictable_bytes(
             candidate.control,
@@ -59,9 +60,9 @@ def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measure
 def memory_limit(server: "redis.Redis") -> tuple[int, str]:
     """Bytes that a server may use, 0 where it does not say, and what sets that limit."""
     info = dict(cast(Any, server.info("memory")))
-    if limit := int(info.get("maxmemory", 0)):
+    if limit := info_number(info, "maxmemory", 0):
         return limit, "maxmemory"
-    return int(info.get("total_system_memory", 0)), "its host's memory (maxmemory is not set)"
+    return info_number(info, "total_system_memory", 0), "its host's memory (maxmemory is not set)"
 
 
 def redis_room(name: str, used_bytes: int, limit: int, what: str, threshold: float) -> Measured:
@@ -133,4 +134,4 @@ def _run_ids(client: "redis.Redis") -> bytes:
     """Run ids of all masters: another one, or one that has started since, may not have what was read."""
     found: list[Any] = [server.info("server") for server in masters(client).values()]
     # Who says none may have started at any time.
-    return ",".join(sorted(each.get("run_id") or token_hex() for each in found)).encode()
+    return ",".join(sorted(str(each.get("run_id") or token_hex()) for each in found)).encode()

@@ -1,4 +1,4 @@
-"""No module opens a connection of redis-py's whose replies are unbounded."""
+"""No module opens a connection of redis-py's whose replies are unbounded, or makes a client that takes any reply."""
 
 import ast
 from pathlib import Path
@@ -22,6 +22,30 @@ def test_no_other_connection_is_opened() -> None:
         if isinstance(call, ast.Call) and _opens(call)
     ]
     assert unbounded == []
+
+
+def test_every_client_checks_its_replies() -> None:
+    """Modules that make a client of redis-py's, or Sentinel's that makes some, name `check_replies`."""
+    files = [
+        file
+        for folder in FOLDERS
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if "redis" in (text := file.read_text()) and "check_replies" not in text
+    ]
+    unchecked = [
+        f"{file.relative_to(ROOT)}:{call.lineno}"
+        for file in files
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and _makes_client(call)
+    ]
+    assert unchecked == []
+
+
+def _makes_client(call: ast.Call) -> bool:
+    """True for `Redis(...)`, `redis.Redis.from_url(url)` and `Sentinel(...)`, not for a pool."""
+    words = ast.unparse(call.func).split(".")
+    kinds = ("Redis", "RedisCluster", "Sentinel", "AsyncSentinel")
+    return words[-1] in kinds or (words[-1] in ("from_url", "from_pool") and words[-2] in kinds)
 
 
 def _opens(call: ast.Call) -> bool:

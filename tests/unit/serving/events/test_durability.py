@@ -15,7 +15,7 @@ def server(
     """A server's replies; None: this user may not ask."""
 
     async def ask(*words: str) -> Any:
-        found: Any = {"CONFIG": config, "INFO": info}.get(words[0])
+        found: Any = {"CONFIG GET": config, "INFO": info}.get(words[0])
         if words[0] == "WAITAOF" and has_waitaof:
             return [0, 0]
         if words[0] == "WAITAOF":
