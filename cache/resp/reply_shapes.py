@@ -3,6 +3,7 @@
 redis-py takes a reply as it comes: one of another type ends as an AttributeError or TypeError where it is used first.
 """
 
+import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ UNREADABLE: Final = (
 """Errors of Python's that reading a reply of another type ends with, UnicodeDecodeError among them."""
 
 _SHOWN_CHARS: Final = 80
+_BYTES: Final = frozenset([bytes])
+_BYTES_OR_NONE: Final = frozenset([bytes, type(None)])
+_POSITION: Final = re.compile(rb"[0-9]+-[0-9]+")
 
 
 class WrongReply(InvalidResponse, ResponseError):
@@ -84,11 +88,11 @@ def _is_list(reply: Any) -> bool:
 
 
 def _is_texts(reply: Any) -> bool:
-    return type(reply) is list and set(map(type, reply)) <= {bytes}
+    return type(reply) is list and _BYTES.issuperset(map(type, reply))
 
 
 def _is_texts_or_nothings(reply: Any) -> bool:
-    return type(reply) is list and set(map(type, reply)) <= {bytes, type(None)}
+    return type(reply) is list and _BYTES_OR_NONE.issuperset(map(type, reply))
 
 
 def _is_flat_map(reply: Any) -> bool:
@@ -96,7 +100,11 @@ def _is_flat_map(reply: Any) -> bool:
 
 
 def _is_map(reply: Any) -> bool:
-    return type(reply) is dict and {*map(type, reply), *map(type, reply.values())} <= {bytes}
+    return (
+        type(reply) is dict
+        and _BYTES.issuperset(map(type, reply))
+        and _BYTES.issuperset(map(type, reply.values()))
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -135,10 +143,7 @@ def _is_scored_members(reply: Any) -> bool:
 
 
 def _is_position(value: Any) -> bool:
-    if type(value) is not bytes:
-        return False
-    milliseconds, dash, sequence = value.partition(b"-")
-    return bool(dash) and milliseconds.isdigit() and sequence.isdigit()
+    return type(value) is bytes and _POSITION.fullmatch(value) is not None
 
 
 def _is_position_or_nothing(reply: Any) -> bool:
