@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cache.errors import masked
+from cache.errors import LarderError, masked
 
 FAILING_AFTER: Final = 3
 """Failures in a row from which on a loop counts as failing."""
@@ -128,9 +128,11 @@ class BackgroundLoops:
         loop.error = masked(str(error)) or type(error).__name__
         # Each doubling alone: a loop that fails every second must not fill the log with tracebacks.
         if not loop.failures & (loop.failures - 1):
+            # An error of Larder's says by itself what is wrong.
             log.error(
-                "background loop %s failed (%d in a row); it runs again in %.2f s",
-                loop.name, loop.failures, pause_s(loop.failures), exc_info=error,
+                "background loop %s failed (%d in a row); it runs again in %.2f s: %s",
+                loop.name, loop.failures, pause_s(loop.failures), loop.error,
+                exc_info=None if isinstance(error, LarderError) else error,
             )  # fmt: skip
         if loop.failures == FAILING_AFTER:
             self.changed()

@@ -1,4 +1,4 @@
-"""Replies of Redis, bounded before they are parsed: a reader for hiredis, and parsers for redis-py's connections.
+"""Replies of Redis, bounded and of their command's shape: a reader for hiredis, parsers and checks for redis-py.
 
 Imports cache.native. Start at `bounded_reader`.
 """

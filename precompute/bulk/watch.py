@@ -141,14 +141,16 @@ class Watcher:
         while not self._closing.is_set():
             try:
                 self._watch()
+            except (*_TROUBLE, LarderError, OSError, ValueError) as error:
+                log.debug("the watch over readers starts again: %s", error)
+                self._pause()
             except Exception as error:
-                is_expected = isinstance(error, (*_TROUBLE, LarderError, OSError, ValueError))
-                log.log(
-                    logging.DEBUG if is_expected else logging.WARNING,
-                    "the watch over readers starts again: %s", error if is_expected else repr(error),
-                )  # fmt: skip
-                self._found.append(math.inf)
-                self._closing.wait(RETRY_S)
+                log.warning("the watch over readers starts again, after %r", error)
+                self._pause()
+
+    def _pause(self) -> None:
+        self._found.append(math.inf)
+        self._closing.wait(RETRY_S)
 
     def _watch(self) -> None:
         probes: list[tuple[Any, bytes]] = []

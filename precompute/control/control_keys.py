@@ -204,9 +204,12 @@ class Control:
 
     def replicas(self, now: float | None = None) -> list[Replica]:
         """Replicas that have not missed three beats; what is no heartbeat is skipped, and logged once."""
-        now = self.time() if now is None else now
+        return self.replicas_under(self.keys.replicas, self.time() if now is None else now)
+
+    def replicas_under(self, key: str, now: float) -> list[Replica]:
+        """The same of those that beat under another key, such as that of an older version."""
         raw: Any = self.client.zrangebyscore(
-            self.keys.replicas, now - REPLICA_DEAD_S, now + REPLICA_DEAD_S, withscores=True
+            key, now - REPLICA_DEAD_S, now + REPLICA_DEAD_S, withscores=True
         )
         found: dict[str, Replica] = {}
         for value, beat_at in raw:
@@ -215,7 +218,7 @@ class Control:
             except (ValueError, TypeError, KeyError, AttributeError):
                 if value not in self._told:
                     self._told.add(value)
-                    log.warning("%s holds what is no heartbeat: %.80r", self.keys.replicas, value)
+                    log.warning("%s holds what is no heartbeat: %.80r", key, value)
                 continue
             found[replica.name] = replica
         return list(found.values())

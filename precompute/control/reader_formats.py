@@ -1,11 +1,10 @@
 """Formats that the replicas read: looked at before anything that they could not follow is begun or moved."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from cache.errors import Refused
 from cache.formats import FORMATS, KEYS, POINTER, RELEASE, RELEASE_RECORD, STAGING_NOTE
-from precompute.control.control_keys import REPLICA_DEAD_S, Control
+from precompute.control.control_keys import Control
 from precompute.control.rows import Replica
 
 FIRST = (1, 1)
@@ -46,13 +45,8 @@ def demand_readers_of_night(control: Control) -> None:
 
 def _under_older_keys(control: Control) -> list[Replica]:
     """Replicas that beat under keys of an older version within the window: this release's pointer is none to them."""
-    now, found = control.time(), []
+    found: list[Replica] = []
+    now = control.time()
     for version in range(FORMATS[KEYS].oldest, FORMATS[KEYS].written):
-        raw: Any = control.client.zrangebyscore(
-            control.keys.replicas_of(version),
-            now - REPLICA_DEAD_S,
-            now + REPLICA_DEAD_S,
-            withscores=True,
-        )
-        found += [Replica.from_beat(value, float(at)) for value, at in raw]
+        found += control.replicas_under(control.keys.replicas_of(version), now)
     return found

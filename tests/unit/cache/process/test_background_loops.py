@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from cache.errors import TierUnavailable
 from cache.process import background_loops
 from cache.process.background_loops import (
     FAILING_AFTER,
@@ -81,6 +82,23 @@ async def test_a_loop_that_keeps_failing_is_told_until_it_does_well(
     tracebacks = [record for record in caplog.records if record.exc_info]
     assert 7 <= len(tracebacks) < 20, "each doubling of the failures alone is logged"
     assert "body" in tracebacks[0].getMessage()
+
+
+async def test_an_error_of_larders_is_told_in_a_sentence(
+    loops: BackgroundLoops, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        raise TierUnavailable("Redis: TIME was answered by 1.5, not by two numbers")
+
+    with caplog.at_level(logging.WARNING, "cache.process.background_loops"):
+        loops.start("body", body)
+        assert await eventually(lambda: _truth(loops.failures["body"] > 1))
+
+    assert caplog.records[0].getMessage() == (
+        "background loop body failed (1 in a row); it runs again in 0.00 s: Redis: TIME was answered by 1.5, not by "
+        "two numbers"
+    )
+    assert not any(record.exc_info for record in caplog.records)
 
 
 async def test_an_endless_body_does_well_once_it_has_run_for_a_while(

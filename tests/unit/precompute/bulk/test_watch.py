@@ -1,8 +1,15 @@
-"""A probe's reply, as it comes in."""
+"""A probe's reply, as it comes in, and a watch that meets an error."""
+
+import logging
+import math
+from typing import Any
 
 import pytest
 
-from precompute.bulk.watch import is_whole
+from cache.format.redis_keys import Keyspace
+from precompute.bulk.watch import Watcher, is_whole
+from precompute.control.control_keys import Control
+from tests.polling import until
 
 
 @pytest.mark.parametrize("value", [b"", b"hello", b"a\r\nb", b"x" * 512])
@@ -17,3 +24,20 @@ def test_a_reply_is_whole_only_with_its_last_byte(value):
 def test_what_is_no_bulk_string_is_said_to_be_none(reply):
     with pytest.raises(ValueError):
         is_whole(reply)
+
+
+def test_a_watch_that_meets_an_unexpected_error_tells_it_in_a_sentence_and_goes_on(caplog):
+    no_client: Any = object()
+    with caplog.at_level(logging.WARNING, "precompute.bulk.watch"):
+        watcher = Watcher(Control(no_client, Keyspace("test")), probe_ms=1.0)
+        heard: list[float] = []
+
+        assert until(lambda: bool(heard.extend(watcher.round_trips()) or heard))
+        watcher.close()
+
+    assert heard == [math.inf]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "the watch over readers starts again, after AttributeError("
+    )
+    assert record.exc_info is None
