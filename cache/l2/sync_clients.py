@@ -102,7 +102,7 @@ def another(client: "redis.Redis", pool: Pool = redis.ConnectionPool, **changes:
     """A client of the same server or cluster whose connections are its own, from `pool`, with other settings."""
     if not isinstance(client, Cluster):
         mine = client.connection_pool
-        settings = {**mine.connection_kwargs, **changes}
+        settings = {**mine.connection_kwargs, **BOUNDED, **changes}
         own = pool(connection_class=mine.connection_class, **settings)
         return check_replies(redis.Redis(connection_pool=own))
     changes.pop("retry", None)

@@ -11,6 +11,7 @@ import redis
 import redis.asyncio
 from redis._parsers.hiredis import NOT_ENOUGH_DATA, _AsyncHiredisParser, _HiredisParser
 from redis.exceptions import InvalidResponse
+from redis.maint_notifications import MaintNotificationsConfig
 from redis.utils import check_protocol_version
 
 from cache.resp.bounded_reader import COMMAND_REPLIES, BoundedReader
@@ -83,7 +84,11 @@ def _reader(parser: BoundedParser | AsyncBoundedParser, connection: Any) -> hire
     return BoundedReader(COMMAND_REPLIES, **settings)
 
 
-BOUNDED: Final[dict[str, Any]] = {"parser_class": BoundedParser}
+BOUNDED: Final[dict[str, Any]] = {
+    "parser_class": BoundedParser,
+    # With these notifications, which RESP3 turns on, a pool hands out connections on which replies are left over.
+    "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+}
 """Settings of a pool of redis-py's whose connections have bounded replies."""
 
 ASYNC_BOUNDED: Final[dict[str, Any]] = {"parser_class": AsyncBoundedParser}

@@ -8,6 +8,7 @@ import redis
 from cache.errors import CorruptArtefact
 from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
+from cache.resp.reply_shapes import refusing
 from precompute.bulk.governor import Governor
 from precompute.bulk.page_stream import PageStream
 from precompute.bulk.parts import Part, page_keys, parts_of, total_bytes
@@ -84,7 +85,8 @@ def load_part(
     with client.pipeline(transaction=True) as finished:
         finished.hset(noted, part.name, part.mark.decode())
         finished.hdel(noted, part.progress)
-        finished.execute()
+        with refusing("EXEC", "a list of replies"):
+            finished.execute()
     return True
 
 

@@ -13,6 +13,7 @@ import redis
 import redis.asyncio
 from redis.commands.core import CoreCommands
 
+from cache.l2.sync_clients import another, open_client
 from cache.resp.reply_shapes import (
     MEMBERS,
     SHAPES,
@@ -23,6 +24,7 @@ from cache.resp.reply_shapes import (
     shown,
 )
 from infra.cli.check.redis_kind import NEEDED, USED
+from tests.forged.proxy import Order, forging
 from tests.forged_redis import forged_redis
 
 ROOT = Path(__file__).parents[4]
@@ -256,6 +258,27 @@ def test_a_pipeline_reads_what_stands_behind_a_wrong_reply() -> None:
             pipeline.strlen("a").strlen("b").strlen("c")
             with pytest.raises(redis.InvalidResponse, match="STRLEN was answered by -7"):
                 pipeline.execute()
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("is_another", [False, True], ids=["client", "another"])
+def test_a_reply_that_is_left_over_is_not_taken_for_the_next_one(
+    redis_url: str, protocol: int, is_another: bool
+) -> None:
+    with forging(redis_url) as proxy:
+        settings: Any = {"protocol": protocol, "socket_timeout": 5.0}
+        client = open_client(f"redis://127.0.0.1:{proxy.port}/0", **settings)
+        asking: Any = another(client, socket_timeout=4.0) if is_another else client
+        asking.set("shapes:first", "1")
+        asking.set("shapes:second", "2")
+        proxy.forge(Order("GET", "the reply twice"))
+        assert asking.get("shapes:first") == b"1"
+        proxy.forge(None)
+
+        assert asking.get("shapes:second") == b"2"
+        asking.delete("shapes:first", "shapes:second")
+        asking.close()
+        client.close()
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
