@@ -20,6 +20,7 @@ __all__ = [
     "Progress",
     "load_part",
     "loaded_pages",
+    "mark_loaded",
     "page_keys",
     "parts_of",
     "total_bytes",
@@ -82,12 +83,17 @@ def load_part(
             PageStream(client, governor, chunk_bytes=chunk_bytes, landed=landed) as stream,
         ):
             stream.send(names, view, done, part.table.page_bytes)
-    with client.pipeline(transaction=True) as finished:
-        finished.hset(noted, part.name, part.mark.decode())
-        finished.hdel(noted, part.progress)
-        with refusing("EXEC", "a list of replies"):
-            finished.execute()
+    mark_loaded(client, noted, part)
     return True
+
+
+def mark_loaded(client: "redis.Redis", noted: str, part: Part) -> None:
+    """Mark a part loaded in place of the note of how far it is."""
+    with client.pipeline(transaction=True) as pipeline:
+        pipeline.hset(noted, part.name, part.mark.decode())
+        pipeline.hdel(noted, part.progress)
+        with refusing("EXEC", "a list of replies"):
+            pipeline.execute()
 
 
 def loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> int:

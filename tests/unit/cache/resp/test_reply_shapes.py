@@ -385,7 +385,7 @@ CORE = frozenset(name for name in dir(CoreCommands) if not name.startswith("_"))
     "execute_command",
     "subscribe",
 }
-CLIENTS = re.compile(r"(client|server|pipeline|finished|replica|redis|home\(.*\))$")
+CLIENTS = re.compile(r"(client|server|pipeline|replica|redis|home\(.*\))$")
 """Names that clients of redis-py go by."""
 FIRST_WORDS = frozenset(
     name.upper().partition("_")[0]
