@@ -116,10 +116,9 @@ def test_a_call_names_what_is_wrong_with_a_malformed_reply(proxy: ForgingProxy, 
     control = Control(open_client(f"redis://127.0.0.1:{proxy.port}/0", **settings), KEYS)
     CALLS[call](control)
     orders = [
-        Order(command, malformation, number)
+        Order(command, malformation)
         for command in dict(proxy.replies)
         for malformation in MALFORMATIONS.keys() - SLOW
-        for number in (None, 0)
     ]
     wordless = {}
     for order in orders:
