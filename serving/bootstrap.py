@@ -79,12 +79,15 @@ async def running(
     )  # fmt: skip
     releases, room = ReleaseWatch(store, reading), Room(remote.control)
     advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
-    refresher.also(config.figures_s, releases.look)
-    refresher.also(config.figures_s, room.look)
-    refresher.also(LOOK_S, host.look)
-    for every_s, step in ((advisor.step_s, advisor.step), *quality.steps()):
+    refresher.also("releases", config.figures_s, releases.look)
+    refresher.also("redis_memory", config.figures_s, room.look)
+    refresher.also("host_disk", LOOK_S, host.look)
+    for loop_name, every_s, step in (
+        ("l1_advisor", advisor.step_s, advisor.step),
+        *quality.steps(),
+    ):
         if every_s:
-            refresher.also(every_s, step)
+            refresher.also(loop_name, every_s, step)
     nights = Nights(config.nights(), follower)
     metrics.registry.register(advisor)
     metrics.registry.register(LoopFailures(loops))
@@ -124,7 +127,7 @@ async def running(
         events=lambda: None if overview is None else overview.told(),
     )  # fmt: skip
     if dashboard.is_on:
-        refresher.also(config.dashboard_s, dashboard.tell)
+        refresher.also("dashboard", config.dashboard_s, dashboard.tell)
     exposed = metrics.exposition if peers is None else peers.exposition
     masking = ThreadPoolExecutor(
         FILTER_THREADS, "larder-filters", initializer=step_back, initargs=(config.live_nice,)
@@ -163,12 +166,12 @@ async def running(
         service, config.namespace, store, open_arm, in_thread=reading,
         grace_s=config.deadline_max_ms / 1000,
     )  # fmt: skip
-    refresher.also(config.blocklist_poll_s, arms.look, b"experiments")
-    refresher.also(config.blocklist_poll_s, arms.enforce)
+    refresher.also("experiments", config.blocklist_poll_s, arms.look, b"experiments")
+    refresher.also("arms_blocklist", config.blocklist_poll_s, arms.enforce)
     shelf.pass_on = arms.enforce
 
     exposures = ExposureLog(store, name, clock=clock, in_thread=reading)
-    refresher.also(FLUSH_S, exposures.flush)
+    refresher.also("exposures", FLUSH_S, exposures.flush)
     metrics.registry.register(Events(exposures.events))
 
     async def drain() -> None:

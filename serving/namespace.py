@@ -119,16 +119,16 @@ class HeldNamespace:
             loops=loops,
         )  # fmt: skip
         if config.events.enabled:
-            refresher.also(VALUES_S, shelf.take_values)
+            refresher.also("attribute_values", VALUES_S, shelf.take_values)
         if config.sketch_s:
-            refresher.also(config.sketch_s, sketch.report)
+            refresher.also("hot_ids", config.sketch_s, sketch.report)
         events = None
         if config.events.enabled:
             events = EventFollower(
                 config.events_redis, config.of_events().keyspace(), ladder.newer, shelf,
                 partial(follower.note, "events"), limit_bytes=config.events.stream_bytes,
             )  # fmt: skip
-            refresher.along(events.run)
+            refresher.along("events", events.run)
             metrics.registry.register(EventMetrics(events))
         return cls(keyed, store, clock, sketch, shelf, follower, trial, refresher, events)
 

@@ -52,7 +52,7 @@ class WriteBehind:
         self._queue.append((write, self._timer() + write.ttl_s))
         if self._task is None or self._task.done():
             self._task = self._loops.start(
-                "WriteBehind.write_some", self._write_some, is_due=lambda: bool(self._queue)
+                "write_behind", self._write_some, is_due=lambda: bool(self._queue)
             )
 
     async def aclose(self, timeout_s: float) -> None:

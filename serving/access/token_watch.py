@@ -64,7 +64,7 @@ class TokenWatch(Collector):
             if found is not None and self._take(*found):
                 changed(self.callers)
 
-        task = loops.start("TokenWatch.keep_up", keep_up, wait=lambda: asyncio.sleep(LOOK_S))
+        task = loops.start("tokens", keep_up, wait=lambda: asyncio.sleep(LOOK_S))
         try:
             yield
         finally:

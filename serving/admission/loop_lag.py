@@ -29,7 +29,7 @@ class Pulse:
 
     def start(self) -> None:
         """Start sampling, on the running event loop."""
-        self._task = self.loops.start("Pulse.sample", self._sample)
+        self._task = self.loops.start("loop_lag", self._sample)
 
     def stop(self) -> None:
         """Stop sampling."""

@@ -71,7 +71,7 @@ class Acceptor:
         if self._sending is None or self._sending.done():
             # A task begins in the next turn: all requests of this one go along.
             self._sending = self._loops.start(
-                "Acceptor.send", self._send, is_due=lambda: bool(self._waiting)
+                "event_acceptor", self._send, is_due=lambda: bool(self._waiting)
             )
         # Each is awaited, whatever came of the others: an error that nobody took would be logged as lost.
         found = await asyncio.gather(*(each.outcome for each in pieces), return_exceptions=True)

@@ -80,7 +80,7 @@ class Inbox:
 
     def start(self) -> None:
         """Begins to take entries, and goes on."""
-        self._task = self._loops.start("Inbox.consume", self.consume)
+        self._task = self._loops.start("event_inbox", self.consume)
 
     async def aclose(self) -> None:
         """Stops; what was taken and not finished is another consumer's after a while."""

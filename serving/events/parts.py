@@ -68,8 +68,8 @@ class EventParts:
 
     def also(self, refresher: Refresher, figures_s: float) -> None:
         """Has the replica's background write rejected events, and look at stream and inbox."""
-        refresher.also(FLUSH_S, self.intake.rejections.step)
-        refresher.also(figures_s, self.intake.counts.look)
+        refresher.also("event_rejections", FLUSH_S, self.intake.rejections.step)
+        refresher.also("event_figures", figures_s, self.intake.counts.look)
 
     async def start(self) -> None:
         """Looks at the Redis of events, says in the log what is wrong with it, and begins to empty the inbox."""

@@ -100,12 +100,12 @@ class Server(uvicorn.Server):
                 await self._listening.renew()
             every_s = _LISTENING_LOOK_S if self._connections is None else self._connections.every_s
             self._looking.append(
-                self._loops.start("Server.look", self._look, wait=lambda: asyncio.sleep(every_s))
+                self._loops.start("connections", self._look, wait=lambda: asyncio.sleep(every_s))
             )
             if self._tls is not None:
                 self._looking.append(
                     self._loops.start(
-                        "Listening.look_at_certificate", self._listening.look_at_certificate,
+                        "certificate", self._listening.look_at_certificate,
                         wait=lambda: asyncio.sleep(_LISTENING_LOOK_S),
                     )
                 )  # fmt: skip

@@ -127,10 +127,10 @@ class Workers:
             loop.add_signal_handler(each, self._stop)
         loop.add_signal_handler(signal.SIGHUP, self._rolling.set)
         self._places = [None] * self.count
-        rolling = self._loops.start("Workers.roll", self._roll, wait=self._rolling.wait)
+        rolling = self._loops.start("rolling_restart", self._roll, wait=self._rolling.wait)
         keeping = [
             self._loops.start(
-                "Workers.keep", functools.partial(self._keep, place),
+                "workers", functools.partial(self._keep, place),
                 is_due=lambda: not self._stopping.is_set(),
             )
             for place in range(self.count)

@@ -80,9 +80,12 @@ class QualityMonitor:
             metrics.registry.register(each)
         self.told = self._told.told
 
-    def steps(self) -> list[tuple[float, Step]]:
-        """Periodic steps: the seconds between two runs (0: none), and what is run."""
-        return [(self._every_s, self._told.report), (self._every_s, self.cold.report)]
+    def steps(self) -> list[tuple[str, float, Step]]:
+        """Periodic steps: the name of the loop, the seconds between two runs (0: none), and what is run."""
+        return [
+            ("quality_report", self._every_s, self._told.report),
+            ("cold_ids", self._every_s, self.cold.report),
+        ]
 
     def events(self) -> dict[str, float]:
         """Event counts by name."""
@@ -95,7 +98,7 @@ class QualityMonitor:
     def start(self) -> None:
         """Starts sampling, unless the share of sampled answers is 0."""
         if self._is_sampling:
-            self._running = self._loops.start("Sampler.turn", self._sampler.turn)
+            self._running = self._loops.start("quality_samples", self._sampler.turn)
 
     async def aclose(self) -> None:
         """Stops sampling, and takes this replica's part of the shared report back."""

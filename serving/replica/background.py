@@ -63,26 +63,29 @@ class Refresher:
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
         )  # fmt: skip
         self._wakes = {b"blocklist": self._wake_blocklist}
-        self._steps: list[tuple[Callable[[], float], Step, asyncio.Event]] = [
-            (self.look_s, follower.look, self._wake_pointer),
-            (lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
-            (lambda: heartbeat_s, self.beat, self._wake_beat),
-            (lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
+        self._steps: list[tuple[str, Callable[[], float], Step, asyncio.Event]] = [
+            ("pointer", self.look_s, follower.look, self._wake_pointer),
+            ("blocklist", lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
+            ("heartbeat", lambda: heartbeat_s, self.beat, self._wake_beat),
+            ("host_copies", lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
         ]
         self._tasks: list[asyncio.Task[None]] = []
-        self._runs: list[Step] = []
+        self._runs: list[tuple[str, Step]] = []
         self._beating = asyncio.Lock()
         self._is_policy_fine = self._is_policy_unknown = False
 
-    def also(self, pause_s: float, step: Step, wake: bytes | None = None) -> None:
-        """Takes another step, every `pause_s` seconds from the start on, and when `wake` is announced."""
-        self._steps.append((lambda: pause_s, step, event := asyncio.Event()))
+    def also(self, name: str, pause_s: float, step: Step, wake: bytes | None = None) -> None:
+        """Takes another step, every `pause_s` seconds from the start on, and when `wake` is announced.
+
+        `name` is that of its loop, in the log and in metrics.
+        """
+        self._steps.append((name, lambda: pause_s, step, event := asyncio.Event()))
         if wake is not None:
             self._wakes[wake] = event
 
-    def along(self, run: Step) -> None:
-        """Take a run along, in a background loop of its own, from the start until this is closed."""
-        self._runs.append(run)
+    def along(self, name: str, run: Step) -> None:
+        """Take a run along, in a background loop with this name, from the start until this is closed."""
+        self._runs.append((name, run))
 
     async def start(self) -> None:
         """Takes every step once, then keeps taking them in the background."""
@@ -93,11 +96,11 @@ class Refresher:
         self.follower.shelf.changed = (
             self._wake_beat.set
         )  # whoever waits for a swap hears of it at once
-        for pause_s, step, wake in self._steps:
+        for name, pause_s, step, wake in self._steps:
             wait = functools.partial(_wait, pause_s, wake)
-            self._tasks.append(self._loops.start(_name(step), step, wait=wait))
-        for run in (self.listen, *self._runs):
-            self._tasks.append(self._loops.start(_name(run), run))
+            self._tasks.append(self._loops.start(name, step, wait=wait))
+        for name, run in (("announcements", self.listen), *self._runs):
+            self._tasks.append(self._loops.start(name, run))
 
     async def aclose(self) -> None:
         """Stops the background, and signs off."""
@@ -203,8 +206,3 @@ async def _wait(pause_s: Callable[[], float], wake: asyncio.Event) -> None:
         async with asyncio.timeout(pause_s()):
             await wake.wait()
     wake.clear()
-
-
-def _name(step: Step) -> str:
-    """Name of a step's loop, for log and metrics: the method's, as it stands in the code."""
-    return getattr(step, "__qualname__", type(step).__name__)

@@ -24,11 +24,10 @@ from tests.integration.serving_app import PATIENT, eventually, settings
 from tests.integration.token_files import TokenPlace
 
 NAMES = {
-    "Advisor.step", "Arms.enforce", "Arms.look", "Dashboard.tell", "EventCounts.look", "EventFollower.run",
-    "ExposureLog.flush", "Follower.look", "Host.look", "Inbox.consume", "Listening.look_at_certificate", "Pulse.sample",
-    "Refresher.beat", "Refresher.listen", "Refresher.look_at_blocklist", "Refresher.sweep_copies",
-    "Rejections.step", "ReleaseWatch.look", "Room.look", "Sampler.turn", "Server.look",
-    "SharedReport.report", "Shelf.take_values", "Sketch.report", "TokenWatch.keep_up",
+    "announcements", "arms_blocklist", "attribute_values", "blocklist", "certificate", "cold_ids", "connections",
+    "dashboard", "event_figures", "event_inbox", "event_rejections", "events", "experiments", "exposures", "heartbeat",
+    "host_copies", "host_disk", "hot_ids", "l1_advisor", "loop_lag", "pointer", "quality_report", "quality_samples",
+    "redis_memory", "releases", "tokens",
 }  # fmt: skip
 """Loops of a service with everything switched on; an arm's namespace adds its own under the same names."""
 
@@ -54,7 +53,7 @@ class Replica:
 
     async def holds_arm(self) -> bool:
         """True once the arm's namespace runs its loops beside those of the service's own."""
-        return [loop.name for loop in self.loops.running].count("Refresher.listen") == 2
+        return [loop.name for loop in self.loops.running].count("announcements") == 2
 
     def other_tasks(self) -> set[str]:
         """Names of coroutines that run as tasks of the service, and are neither loops nor uvicorn's own."""
@@ -162,7 +161,7 @@ async def test_a_loop_that_keeps_failing_marks_the_replica_and_its_metrics_until
     replica: Replica,
 ) -> None:
     # given
-    beating = next(loop for loop in replica.loops.running if loop.name == "Refresher.beat")
+    beating = next(loop for loop in replica.loops.running if loop.name == "heartbeat")
     real = beating.body
 
     async def broken() -> None:
@@ -181,11 +180,11 @@ async def test_a_loop_that_keeps_failing_marks_the_replica_and_its_metrics_until
     beating.body = real
 
     # then
-    assert 'larder_background_failing{loop="Refresher.beat"} 1.0' in exposed
-    assert 'larder_background_failing{loop="Follower.look"} 0.0' in exposed
+    assert 'larder_background_failing{loop="heartbeat"} 1.0' in exposed
+    assert 'larder_background_failing{loop="pointer"} 0.0' in exposed
     (failures,) = (
         line for line in exposed.splitlines()
-        if line.startswith('larder_background_failures_total{loop="Refresher.beat"}')
+        if line.startswith('larder_background_failures_total{loop="heartbeat"}')
     )  # fmt: skip
     assert float(failures.split()[-1]) >= 3
     assert await eventually(is_well)
