@@ -80,7 +80,8 @@ def _is_pong(reply: Any) -> bool:
 
 
 def _is_info(reply: Any) -> bool:
-    return type(reply) is bytes and b":" in reply
+    # A section without fields, as Keyspace of an empty server, is its heading alone.
+    return type(reply) is bytes and (b":" in reply or reply.startswith(b"# "))
 
 
 def _is_list(reply: Any) -> bool:
@@ -277,7 +278,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "HLEN": COUNT,
     "HSET": COUNT,
     "INCR": INTEGER,
-    "INFO": _shape("lines of name:value", _is_info),
+    "INFO": _shape("sections of name:value", _is_info),
     "MEMORY USAGE": COUNT_OR_NOTHING,
     "MGET": _shape("a list of texts or nothings", _is_texts_or_nothings),
     "PEXPIRE": COUNT,
